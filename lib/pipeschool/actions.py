@@ -1,0 +1,291 @@
+"""Actions and schedules: who does what, in which order. Plain data, no torch.
+
+An `Action` is one cell of a pipeline chart. Its text is the one that PyTorch's schedule files use:
+``2F5`` is the forward of microbatch 5 on stage 2. A `Schedule` is one row of actions per worker.
+Everything else in pipeschool reads these two: the simulator, the workers, the plots, the graders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+COMPUTE_KINDS = ("F", "B", "I", "W")
+MESSAGE_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+KINDS = (*COMPUTE_KINDS, "U", *MESSAGE_KINDS)
+
+KIND_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "optimizer update",
+    "SEND_F": "send of the activations",
+    "RECV_F": "receive of the activations",
+    "SEND_B": "send of the gradients",
+    "RECV_B": "receive of the gradients",
+}
+
+
+class IllegalSchedule(ValueError):
+    """A schedule that must not run. The message is one sentence.
+
+    Attributes: `worker` (its number or None) and `action` (an `Action` or None).
+    """
+
+    def __init__(self, message: str, worker: int | None = None, action: Action | None = None):
+        super().__init__(message)
+        self.worker = worker
+        self.action = action
+
+    @property
+    def microbatch(self) -> int | None:
+        """The microbatch of `action`, or None."""
+        return None if self.action is None else self.action.microbatch
+
+
+class Action(NamedTuple):
+    """One thing that one worker does: `kind` on `stage` for `microbatch`, all counted from 0.
+
+    Kinds: ``F`` forward, ``B`` whole backward, ``I`` input gradient, ``W`` weight gradient,
+    ``U`` optimizer update, and the messages ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
+    For ``U`` the number counts updates, not microbatches.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def is_message(self) -> bool:
+        """True for sends and receives."""
+        return self.kind in MESSAGE_KINDS
+
+    def describe(self) -> str:
+        """In words, for error messages: ``2F5 (forward of microbatch 5 on stage 2)``."""
+        what = "number" if self.kind == "U" else "of microbatch"
+        return f"{self} ({KIND_NAMES[self.kind]} {what} {self.microbatch} on stage {self.stage})"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that `text` names, such as ``2F5``; ValueError where it names none."""
+        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)", text.strip())
+        if not match or match[2] not in KINDS:
+            raise ValueError(
+                f"{text!r} is no action: write stage, kind and microbatch, such as 2F5, "
+                f"with a kind out of {', '.join(KINDS)}"
+            )
+        return cls(match[2], int(match[1]), int(match[3]))
+
+
+def F(stage: int, microbatch: int) -> Action:
+    """Forward of `microbatch` on `stage`."""
+    return Action("F", stage, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Action:
+    """Whole backward (input and weight gradients) of `microbatch` on `stage`."""
+    return Action("B", stage, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743  (the field's own letter)
+    """Input-gradient half of a split backward."""
+    return Action("I", stage, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Action:
+    """Weight-gradient half of a split backward."""
+    return Action("W", stage, microbatch)
+
+
+def U(stage: int, update: int) -> Action:
+    """Optimizer update number `update` of `stage`."""
+    return Action("U", stage, update)
+
+
+def whole_number(name: str, value: object, at_least: int = 1) -> int:
+    """`value` as an int of `at_least` or more; otherwise ValueError, in one sentence."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+    number = int(value.__index__())
+    if number < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One row of actions per worker, in the order in which that worker does them.
+
+    `m` is the number of microbatches of one batch, `batches` how many batches follow each other;
+    microbatches are numbered through, 0 to m * batches - 1. `weights` names the weight-version
+    policy: ``flush`` (synchronous: one update per batch, with nothing in flight) or a policy of
+    an asynchronous schedule, such as ``stash``. An update takes the gradients of `updates_every`
+    microbatches.
+    """
+
+    name: str
+    p: int
+    m: int
+    workers: tuple[tuple[Action, ...], ...]
+    batches: int = 1
+    weights: str = "flush"
+    updates_every: int = 0  # 0 stands for m
+
+    def __post_init__(self) -> None:
+        if not self.updates_every:
+            object.__setattr__(self, "updates_every", self.m)
+
+    @property
+    def microbatches(self) -> int:
+        """All microbatches of all batches."""
+        return self.m * self.batches
+
+    @property
+    def synchronous(self) -> bool:
+        """True where every batch ends in a flush before any weight changes."""
+        return self.weights == "flush"
+
+    @cached_property
+    def lowered(self) -> bool:
+        """True where the rows hold sends and receives, not compute alone."""
+        return any(action.is_message for row in self.workers for action in row)
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of stages, all workers together."""
+        return 1 + max((action.stage for row in self.workers for action in row), default=-1)
+
+    @property
+    def v(self) -> int:
+        """Chunks (stages) per worker."""
+        return max(1, self.stages // self.p)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        owner = {action.stage: w for w, row in enumerate(self.workers) for action in row}
+        return tuple(owner.get(stage, -1) for stage in range(self.stages))
+
+    def stages_of(self, worker: int) -> list[int]:
+        """The stages that `worker` holds, in order."""
+        return [stage for stage, owner in enumerate(self.placement) if owner == worker]
+
+    def repeat(self, batches: int) -> Schedule:
+        """A synchronous schedule for `batches` batches: after each flush the same order again."""
+        whole_number("batches", batches)
+        if not self.synchronous or self.batches != 1:
+            raise ValueError(
+                f"only a synchronous schedule of one batch can be repeated; {self.name} has "
+                f"weights={self.weights!r} and batches={self.batches}: build it with batches="
+            )
+        rows = tuple(
+            tuple(
+                Action(a.kind, a.stage, a.microbatch + n * (1 if a.kind == "U" else self.m))
+                for n in range(batches)
+                for a in row
+            )
+            for row in self.workers
+        )
+        return replace(self, workers=rows, batches=batches)
+
+    @classmethod
+    def from_workers(
+        cls,
+        order: Callable[[int, int, int], Iterable[Action]],
+        p: int,
+        m: int,
+        *,
+        batches: int = 1,
+        weights: str = "flush",
+        name: str | None = None,
+    ) -> Schedule:
+        """A schedule from your own ``order(worker, p, m)``, which lists one worker's actions.
+
+        List `F` and `B` (or `I` and `W`); the updates are added where you give no `U`: after the
+        batch when `weights` is ``flush``, after every backward otherwise. An asynchronous order
+        is asked once, with all m * batches microbatches of the stream.
+
+        >>> Schedule.from_workers(lambda w, p, m: [F(w, 0), B(w, 0)], p=2, m=1).workers[1]
+        (Action(kind='F', stage=1, microbatch=0), Action(kind='B', stage=1, microbatch=0), \
+Action(kind='U', stage=1, microbatch=0))
+        """
+        p, m = whole_number("p", p), whole_number("m", m)
+        batches = whole_number("batches", batches)
+        label = name or getattr(order, "__name__", "my order")
+        stream = 1 if weights == "flush" else batches
+        rows = [_as_row(order(worker, p, m * stream), label, worker) for worker in range(p)]
+        if not any(action.kind == "U" for row in rows for action in row):
+            rows = [with_updates(row, flush=weights == "flush") for row in rows]
+        schedule = cls(
+            name=label,
+            p=p,
+            m=m,
+            workers=tuple(map(tuple, rows)),
+            batches=stream,
+            weights=weights,
+            updates_every=m if weights == "flush" else 1,
+        )
+        return schedule if stream == batches else schedule.repeat(batches)
+
+    def __str__(self) -> str:
+        title = f"{self.name}: p={self.p}, m={self.m}"
+        title += f", batches={self.batches}" if self.batches > 1 else ""
+        cells = [[str(action) for action in row] for row in self.workers]
+        width = max((len(cell) for row in cells for cell in row), default=1)
+        lines = [
+            f"worker {w} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
+            for w, row in enumerate(cells)
+        ]
+        return "\n".join([title, *lines])
+
+
+def with_updates(row: Sequence[Action], flush: bool) -> list[Action]:
+    """`row` with its optimizer updates: one per stage at the end, or one after each backward."""
+    if flush:
+        return [*row, *(U(stage, 0) for stage in sorted({a.stage for a in row}))]
+    done: list[Action] = []
+    updates: Counter[int] = Counter()
+    for action in row:
+        done.append(action)
+        if action.kind in ("B", "W"):
+            done.append(U(action.stage, updates[action.stage]))
+            updates[action.stage] += 1
+    return done
+
+
+def peak_in_flight(actions: Iterable[Action]) -> int:
+    """The most activations held at once by a worker that does `actions` in this order.
+
+    A forward takes one; the backward (or, when it is split, its weight half) gives it back.
+    """
+    held = peak = 0
+    for action in actions:
+        if action.kind == "F":
+            held += 1
+            peak = max(peak, held)
+        elif action.kind in ("B", "W"):
+            held -= 1
+    return peak
+
+
+def _as_row(actions: object, label: str, worker: int) -> list[Action]:
+    wanted = "it must return a list of actions such as [ps.F(0, 0), ps.B(0, 0)]"
+    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
+        raise ValueError(f"{label} returned {actions!r} for worker {worker}: {wanted}")
+    row = list(actions)
+    for item in row:
+        if not isinstance(item, Action):
+            raise ValueError(f"{label} listed {item!r} for worker {worker}: {wanted}")
+        if item.kind not in KINDS:
+            raise ValueError(f"{label} listed kind {item.kind!r}; allowed are {', '.join(KINDS)}")
+        whole_number(f"the stage of {item}", item.stage, at_least=0)
+        whole_number(f"the microbatch of {item}", item.microbatch, at_least=0)
+    return row

@@ -1,0 +1,110 @@
+"""What actions and messages cost: seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeschool.actions import Schedule
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of every action, and the time a message is under way.
+
+    forward, backward: seconds per microbatch; one number, or one per stage.
+    input_backward, weight_backward: the halves of a split backward; half of `backward` each
+        where they are not given.
+    update: seconds of an optimizer update; one number, or one per stage.
+    speed: how fast a worker is; one number, or one per worker. 2 halves its times.
+    comm: seconds for which a message occupies its link.
+    latency: seconds that each message takes in addition, without occupying the link.
+    bandwidth: bytes per second of a link; with `message_bytes` (one number, or one per stage: the
+        size of what the stage hands on) this adds to `comm`.
+
+    A message travels while both workers compute. Messages on one link follow each other.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    input_backward: PerStage | None = None
+    weight_backward: PerStage | None = None
+    update: PerStage = 0.0
+    speed: PerStage = 1.0
+    comm: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    message_bytes: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "update", "message_bytes"):
+            _check_times(name, getattr(self, name))
+        for name in ("input_backward", "weight_backward"):
+            if getattr(self, name) is not None:
+                _check_times(name, getattr(self, name))
+        for name in ("comm", "latency"):
+            _check_times(name, getattr(self, name))
+        _check_times("speed", self.speed, positive=True)
+        _check_times("bandwidth", self.bandwidth, positive=True, infinite=True)
+
+    def seconds(self, schedule: Schedule) -> dict[str, list[float]]:
+        """For each kind of action, its seconds on every stage of `schedule`."""
+        stages = schedule.stages
+        speed = per_item("speed", self.speed, schedule.p, "worker")
+        backward = per_item("backward", self.backward, stages, "stage")
+        half = [b / 2 for b in backward]
+        table = {
+            "F": per_item("forward", self.forward, stages, "stage"),
+            "B": backward,
+            "I": self._half("input_backward", half),
+            "W": self._half("weight_backward", half),
+            "U": per_item("update", self.update, stages, "stage"),
+        }
+        return {
+            kind: [t / speed[schedule.placement[s]] for s, t in enumerate(times)]
+            for kind, times in table.items()
+        }
+
+    def _half(self, name: str, default: list[float]) -> list[float]:
+        given = getattr(self, name)
+        return default if given is None else per_item(name, given, len(default), "stage")
+
+    def transfer(self, schedule: Schedule) -> list[float]:
+        """Seconds for which a message at the boundary behind each stage occupies its link.
+
+        The gradient of an activation is as large as the activation, so both ways cost the same.
+        """
+        sizes = per_item("message_bytes", self.message_bytes, schedule.stages, "stage")
+        return [self.comm + size / self.bandwidth for size in sizes]
+
+    def message_size(self, boundary: int) -> float:
+        """Bytes of a message across the boundary behind stage `boundary`."""
+        sizes = self.message_bytes
+        return sizes[boundary] if isinstance(sizes, Sequence) else sizes
+
+
+def per_item(name: str, value: PerStage, count: int, item: str) -> list[float]:
+    """`value` as a list of `count` numbers; ValueError where it is a list of another length."""
+    if not isinstance(value, Sequence):
+        return [float(value)] * count
+    if len(value) != count:
+        raise ValueError(f"{name} needs one number, or one per {item}: {count}, not {len(value)}")
+    return [float(x) for x in value]
+
+
+def _check_times(
+    name: str, value: PerStage, positive: bool = False, infinite: bool = False
+) -> None:
+    wanted = "above 0" if positive else "0 or more"
+    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for item in items:
+        try:
+            number = float(item)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number, {wanted}, not {item!r}") from None
+        finite = math.isfinite(number) or (infinite and number == math.inf)
+        if not finite or number < 0 or (positive and number == 0):
+            raise ValueError(f"{name} must be a number, {wanted}, not {item!r}")

@@ -1,0 +1,150 @@
+"""A trace: what every worker did, from when to when. Simulated and measured runs give the same."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from pipeschool.actions import Action, peak_in_flight
+
+
+class Span(NamedTuple):
+    """One action as it happened. Times in seconds from the start of the run."""
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+    version: int = 0  # weight version that an F, B, I or W used, or that a U made
+    alive: int = 1  # weight versions that the stage held while it ran
+    bytes: float = 0.0  # size of what it handed to a neighbour stage
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans of compute and updates, and what can be read off them.
+
+    `label` says where it comes from: ``predicted``, ``measured`` or ``measured, paced``.
+    `messages` holds spans of sends and receives; a receive lasts while its worker waits.
+    """
+
+    name: str
+    p: int
+    m: int
+    v: int
+    spans: tuple[Span, ...]
+    label: str = "predicted"
+    messages: tuple[Span, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def rows(self) -> list[list[Span]]:
+        """The spans of each worker, in order of time."""
+        rows: list[list[Span]] = [[] for _ in range(self.p)]
+        for span in self.spans:
+            rows[span.worker].append(span)
+        for row in rows:
+            row.sort(key=lambda span: (span.start, span.end))
+        return rows
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        if not self.spans:
+            return 0.0
+        return max(s.end for s in self.spans) - min(s.start for s in self.spans)
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Seconds of forward and backward work, one sum per worker; updates do not count."""
+        return [sum(s.end - s.start for s in row if s.action.kind != "U") for row in self.rows]
+
+    @property
+    def bubble_of_total(self) -> float:
+        """Idle share of all worker time: bubble / (p * makespan). GPipe's denominator."""
+        total = self.p * self.makespan
+        return (total - sum(self.busy)) / total if total else 0.0
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Idle time over useful time: bubble / (m (tF + tB)). Megatron-LM's denominator (SC'21)."""
+        useful = sum(self.busy)
+        return (self.p * self.makespan - useful) / useful if useful else 0.0
+
+    @cached_property
+    def peak_activations(self) -> list[float]:
+        """The most microbatches held at once, one per worker, in units of A.
+
+        A is what one worker keeps for one microbatch, so a chunk counts 1/v.
+        """
+        peaks = [peak_in_flight(span.action for span in row) for row in self.rows]
+        return [peak / self.v if peak % self.v else peak // self.v for peak in peaks]
+
+    @cached_property
+    def weight_versions(self) -> list[int]:
+        """The most weight versions that a stage of each worker held at once."""
+        return [max((span.alive for span in row), default=1) for row in self.rows]
+
+    @cached_property
+    def staleness(self) -> list[int]:
+        """How many updates old the weights behind a gradient were; the largest, one per worker.
+
+        Update t makes version t + 1. If its gradients were computed on version u, it is t - u
+        updates late. The largest value is that of the steady state.
+        """
+        late = [0] * self.p
+        for worker, row in enumerate(self.rows):
+            used: defaultdict[int, list[int]] = defaultdict(list)
+            for span in row:
+                if span.action.kind in ("B", "W"):
+                    used[span.action.stage].append(span.version)
+                elif span.action.kind == "U" and used[span.action.stage]:
+                    oldest = min(used.pop(span.action.stage))
+                    late[worker] = max(late[worker], span.version - 1 - oldest)
+        return late
+
+    def metrics(self) -> dict[str, object]:
+        """The numbers above by name, as plain data."""
+        return {
+            "makespan": self.makespan,
+            "bubble_of_total": self.bubble_of_total,
+            "bubble_of_ideal": self.bubble_of_ideal,
+            "peak_activations": self.peak_activations,
+            "weight_versions": self.weight_versions,
+            "staleness": self.staleness,
+        }
+
+    def to_chrome(self) -> str:
+        """JSON for chrome://tracing and Perfetto: one thread per worker, times in microseconds."""
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self._title()}}
+        ]
+        for worker in range(self.p):
+            args = {"name": f"worker {worker}"}
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": args}
+            )
+        for span in (*self.spans, *self.messages):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(span.action),
+                    "cat": span.action.kind,
+                    "pid": 0,
+                    "tid": span.worker,
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"microbatch": span.action.microbatch, "version": span.version},
+                }
+            )
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def _title(self) -> str:
+        return f"{self.name}, p={self.p}, m={self.m} ({self.label})"
