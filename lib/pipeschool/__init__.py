@@ -13,6 +13,7 @@ from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.check import check
 from pipeschool.cost import Cost
 from pipeschool.lower import lower
+from pipeschool.run import RunError, RunStopped, run
 from pipeschool.schedules import SCHEDULES, build, gpipe, naive, one_f_one_b, pipedream
 from pipeschool.simulate import simulate
 from pipeschool.trace import Span, Trace
@@ -27,6 +28,8 @@ __all__ = [
     "F",
     "I",
     "IllegalSchedule",
+    "RunError",
+    "RunStopped",
     "Schedule",
     "Span",
     "Trace",
@@ -39,10 +42,11 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "pipedream",
+    "run",
     "simulate",
 ]
 
-_LATER = {"draw", "widgets", "grade", "formats"}  # modules that load when first used
+_LATER = {"draw", "formats", "grade", "partition", "widgets"}  # modules that load when first used
 
 
 def __getattr__(name: str) -> Any:

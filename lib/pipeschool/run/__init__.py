@@ -1,0 +1,88 @@
+"""Run a schedule on real worker processes. Importing this does not import torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeschool.actions import Schedule
+from pipeschool.run.errors import RunError, RunStopped
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeschool.run.launch import Pace, Result
+    from pipeschool.run.weights import MakeOptimizer
+
+
+def run(
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    weights: str | None = None,
+    pace: Pace | None = None,
+    device: str = "auto",
+    engine: str = "pipeschool",
+    timeout: float = 4.0,
+    nan_check: bool = False,
+    seed: int = 0,
+    update_stages: bool = False,
+) -> Result:
+    """Train `stages` on `batches` as `schedule` says, one process per worker.
+
+    schedule: compute-only or lowered; it is checked, and refused where it could go wrong.
+    stages: one module per stage. The first gets the inputs of a microbatch, every other what the
+        stage before it returned: a tensor, or a tuple of tensors of any shape and dtype.
+    batches: (inputs, targets) pairs, tensors or tuples of tensors, samples along the first
+        dimension. A synchronous schedule of one batch repeats itself for as many as there are.
+    loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
+    optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
+    weights: weight-version policy of an asynchronous schedule; its own where not given.
+    pace: (forward, backward) seconds, each one number or one per stage. Each action still does
+        its work, then waits until this time is over: see more workers than there are cores.
+    device: ``auto``, ``cpu`` or ``cuda``. NCCL with a GPU per worker, otherwise gloo.
+    timeout: seconds without any progress after which a run counts as stuck. A worker that is
+        busy computing gets 15 times as long.
+    nan_check: stop at the first NaN that a stage gives.
+    seed: worker w seeds torch with seed + w.
+    update_stages: load the trained weights into `stages`; they are left alone otherwise.
+
+    Raises ValueError for arguments that do not fit, IllegalSchedule, and RunError when a run
+    fails; `RunStopped` (a KeyboardInterrupt) when it is interrupted. No worker outlives the call.
+    """
+    called = time.perf_counter()
+    if engine != "pipeschool":
+        raise ValueError(f"engine must be 'pipeschool', not {engine!r}: there is no other yet")
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
+            f"not {type(schedule).__name__}"
+        )
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+    import torch
+
+    from pipeschool.run.launch import launch
+
+    return launch(
+        schedule,
+        stages,
+        batches,
+        loss=loss or torch.nn.functional.mse_loss,
+        optimizer=optimizer,
+        weights=weights,
+        pace=pace,
+        device=device,
+        timeout=timeout,
+        nan_check=nan_check,
+        seed=seed,
+        update_stages=update_stages,
+        called=called,
+    )
+
+
+__all__ = ["RunError", "RunStopped", "run"]

@@ -1,0 +1,54 @@
+"""What the controller gives a worker, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeschool.actions import Action, Schedule
+from pipeschool.run.errors import Frame
+from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.weights import MakeOptimizer
+from pipeschool.trace import Span
+
+
+@dataclass
+class Job:
+    """One worker's share of a run. Only the ends of the pipeline hold data."""
+
+    schedule: Schedule  # lowered
+    modules: dict[int, nn.Module]  # stage -> its layers
+    inputs: list[Tensors] | None  # one per microbatch; None unless the first stage is here
+    targets: list[Any] | None  # one per microbatch; None unless the last stage is here
+    scales: list[float]  # weight of each microbatch's loss in the loss of its update
+    loss: Loss
+    optimizer: MakeOptimizer | None
+    pace: dict[str, list[float]] | None  # kind -> declared seconds per stage
+    backend: str
+    device: str
+    rendezvous: str  # file through which the workers find each other
+    nan_check: bool
+    seed: int
+
+
+@dataclass
+class Report:
+    """What one worker did. Times are of `time.perf_counter`, which all processes share."""
+
+    spans: list[Span] = field(default_factory=list)
+    messages: list[Span] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # microbatch -> mean loss
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # stage -> last update's
+    state_dicts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Failure:
+    """Why a worker gave up. `secondary` is True where another worker's end is the likely cause."""
+
+    action: Action | None
+    error: str
+    frames: tuple[Frame, ...]
+    secondary: bool

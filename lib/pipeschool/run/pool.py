@@ -1,0 +1,106 @@
+"""Worker processes: start them, hear what they print, end them.
+
+They come from a fork server that has torch and pipeschool imported, so a worker is ready in a few
+hundredths of a second, and every run has new ones: nothing of one run can spoil the next. Where
+there is no fork server (Windows) they are spawned, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import IO
+
+POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
+FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
+
+
+class Pool:
+    """`p` worker processes, with a control pipe each and a board that all can read."""
+
+    def __init__(self, p: int):
+        context = multiprocessing.get_context("forkserver" if FORKSERVER else "spawn")
+        if FORKSERVER:
+            context.set_forkserver_preload(["pipeschool.run.worker"])
+        from pipeschool.run import worker
+
+        self.board = context.RawArray("q", [-1] * p)  # per worker: the action under way
+        self.controls: list[Connection] = []
+        self.outputs: dict[Connection, Output] = {}
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        with blank_main():
+            for rank in range(p):
+                control, control_end = context.Pipe()
+                ends = [control_end]
+                for stream in ("stdout", "stderr") if POSIX else ():
+                    source, target = context.Pipe(duplex=False)
+                    self.outputs[source] = Output(rank, stream)
+                    ends.append(target)
+                process = context.Process(
+                    target=worker.main, args=(rank, self.board, *ends), daemon=True
+                )
+                self.controls.append(control)
+                self.processes.append(process)
+                process.start()
+                for end in ends:  # the worker has them now
+                    end.close()
+
+    def show_output(self, source: Connection) -> None:
+        """Pass on what a worker printed; forget the pipe once its worker has closed it."""
+        data = os.read(source.fileno(), 65536)
+        self.outputs[source].feed(data)
+        if not data:
+            del self.outputs[source]
+            source.close()
+
+    def end(self) -> None:
+        """End every worker, whatever it is doing, and show what it printed until then."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for source in list(self.outputs):
+            while source in self.outputs:
+                self.show_output(source)
+        for control in self.controls:
+            control.close()
+        for process in self.processes:
+            process.close()
+
+
+class Output:
+    """What one worker prints, passed on in whole lines, each with the worker's number."""
+
+    def __init__(self, rank: int, stream: str):
+        self.rank = rank
+        self.stream = stream
+        self.rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Print the lines that `data` completes; empty data means that no more will come."""
+        target: IO[str] = getattr(sys, self.stream)  # now: a notebook swaps it from cell to cell
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if not data and self.rest:
+            lines, self.rest = [self.rest], b""
+        for line in lines:
+            print(f"[worker {self.rank}] {line.decode(errors='replace')}", file=target)
+
+
+@contextmanager
+def blank_main() -> Iterator[None]:
+    """Start processes without importing the caller's script into them a second time.
+
+    `multiprocessing` would run a script without a ``__main__`` guard again in every worker. What
+    workers need of it comes by cloudpickle.
+    """
+    real = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = real

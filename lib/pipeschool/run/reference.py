@@ -1,0 +1,65 @@
+"""What a run must equal: one process that does the same arithmetic in the same order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeschool.actions import Schedule
+from pipeschool.run.microbatch import cut
+from pipeschool.run.stage import Loss, as_tensors
+from pipeschool.run.weights import MakeOptimizer
+
+
+def gradients(
+    stages: Sequence[nn.Module],
+    batches: Iterable[tuple[Any, Any]],
+    m: int,
+    loss: Loss = nn.functional.mse_loss,
+    optimizer: MakeOptimizer | None = None,
+) -> list[dict[str, Tensor]]:
+    """The last batch's gradients, one dict per stage, accumulated microbatch by microbatch.
+
+    Synchronous training without a pipeline: forward and backward of each of the `m` microbatches
+    through all `stages` in turn, and after each batch an update. The modules are not changed.
+    """
+    stages = [copy.deepcopy(stage) for stage in stages]
+    parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+    stepper = optimizer(parameters) if optimizer else None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker: the order of sums must not differ
+    try:
+        for x, y in batches:
+            for parameter in parameters:
+                parameter.grad = None
+            inputs, targets, scales = cut([(x, y)], Schedule("", 1, m, ()))
+            for values, target, scale in zip(inputs, targets, scales, strict=True):
+                for index, stage in enumerate(stages):
+                    values = as_tensors(stage(*values), f"stage {index}")
+                value = loss(values[0] if len(values) == 1 else values, target)
+                value.backward(torch.full_like(value, scale))
+            found = [
+                {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+                for stage in stages
+            ]
+            if stepper:
+                stepper.step()
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def max_error(ours: Sequence[dict[str, Tensor]], theirs: Sequence[dict[str, Tensor]]) -> float:
+    """The largest absolute difference between two lists of gradients; inf where names differ."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.keys() != b.keys():
+            return float("inf")
+        for name in a:
+            if a[name].numel():
+                worst = max(worst, float((a[name] - b[name]).abs().max()))
+    return worst

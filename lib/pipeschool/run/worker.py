@@ -1,0 +1,224 @@
+"""A worker: the loop over its row of actions, and the process around it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import MutableSequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch._dynamo  # optimizers import it at their first step; a forked worker has it at once
+import torch.distributed as dist
+
+from pipeschool.actions import Action
+from pipeschool.lower import outgoing
+from pipeschool.run.errors import Frame
+from pipeschool.run.job import Failure, Job, Report
+from pipeschool.run.stage import Stage, Tensors, describe
+from pipeschool.run.transport import PeerLost, Transport
+from pipeschool.run.weights import StageWeights, Version
+from pipeschool.trace import Span
+from pipeschool.versions import policy_named
+
+NO_VERSION = Version(0, 1, {})
+
+
+class Worker:
+    """Does one row of a lowered schedule, action by action."""
+
+    def __init__(self, rank: int, job: Job, transport: Transport):
+        self.rank = rank
+        self.job = job
+        self.transport = transport
+        self.report = Report()
+        self.last_stage = job.schedule.stages - 1
+        self.stages = {}
+        for index, module in job.modules.items():
+            weights = StageWeights(module, job.optimizer, policy_named(job.schedule.weights))
+            self.stages[index] = Stage(index, module, weights)
+        # What one action leaves for another on this worker, under the name of the send that
+        # takes it away, of the receive that brought it, or (no message needed) of the compute.
+        self.mail: dict[Action, Tensors] = {}
+
+    def do(self, action: Action) -> None:
+        """Do one action, and note when it started and ended."""
+        size, version = 0, NO_VERSION
+        start = time.perf_counter()
+        match action.kind:
+            case "F":
+                version = self.forward(action)
+            case "B":
+                version = self.backward(action)
+            case "U":
+                version = self.stages[action.stage].weights.update(action)
+            case "SEND_F" | "SEND_B":
+                size = self.transport.send(action, self.mail.pop(action))
+            case "RECV_F" | "RECV_B":
+                self.mail[action] = self.transport.receive(action)
+        self.keep_pace(action, start)
+        end = time.perf_counter()
+        span = Span(self.rank, action, start, end, version.number, version.held, size)
+        (self.report.messages if action.is_message else self.report.spans).append(span)
+
+    def forward(self, action: Action) -> Version:
+        """Inputs in, outputs to the mail; on the last stage a loss instead."""
+        stage, k = self.stages[action.stage], action.microbatch
+        version = stage.weights.use(action)
+        inputs = self.take("RECV_F", action)
+        try:
+            outputs: Tensors = stage.forward(k, version, inputs)
+        except Exception as error:
+            error.add_note(f"the input was {describe(inputs)}")
+            raise
+        if stage.index == self.last_stage:
+            assert self.job.targets is not None
+            loss = stage.loss(k, self.job.loss, self.job.targets[k])
+            self.report.losses[k] = loss.item()
+            outputs = (loss,)
+        else:
+            self.hand_on(action, outputs)
+        self.refuse_nan(action, outputs)
+        return version
+
+    def backward(self, action: Action) -> Version:
+        """Gradients of the outputs in, gradients of the inputs to the mail."""
+        stage, k = self.stages[action.stage], action.microbatch
+        version = stage.weights.use(action)
+        if stage.index == self.last_stage:
+            gradients: Tensors = (stage.scale(k, self.job.scales[k]),)
+        else:
+            gradients = self.take("RECV_B", action)
+        gradients = stage.backward(k, version, gradients)
+        if stage.index > 0:
+            self.hand_on(action, gradients)
+        self.refuse_nan(action, gradients)
+        return version
+
+    def take(self, receive: str, action: Action) -> Tensors:
+        """What `action` works on: data, a message, or what a neighbour stage here has left."""
+        if action.stage == 0 and action.kind == "F":
+            assert self.job.inputs is not None
+            return self.job.inputs[action.microbatch]
+        came = Action(receive, action.stage, action.microbatch)
+        return self.mail.pop(came if came in self.mail else action)
+
+    def hand_on(self, action: Action, tensors: Tensors) -> None:
+        """Leave `tensors` for the send, or for the neighbour stage where it is on this worker."""
+        message = outgoing(action, self.job.schedule)
+        neighbour = action.stage + (1 if action.kind == "F" else -1)
+        self.mail[message[0] if message else action._replace(stage=neighbour)] = tensors
+
+    def keep_pace(self, action: Action, start: float) -> None:
+        """A paced action lasts as long as declared: wait for what is left of that time.
+
+        Sleeping overshoots by up to 0.1 ms, so the very end is waited out awake.
+        """
+        if self.job.pace is None or action.kind not in self.job.pace:
+            return
+        until = start + self.job.pace[action.kind][action.stage]
+        while (left := until - time.perf_counter()) > 0:
+            time.sleep(left - 2e-4 if left > 3e-4 else 0)
+
+    def refuse_nan(self, action: Action, tensors: Tensors) -> None:
+        """Where the caller asked for it: stop at the first number that is none."""
+        if not self.job.nan_check:
+            return
+        for tensor in tensors:
+            if tensor is not None and tensor.is_floating_point() and tensor.isnan().any():
+                raise FloatingPointError(f"{action} gave NaN")
+
+    def finish(self) -> Report:
+        """Everything sent, results on the CPU."""
+        self.transport.finish()
+        for index, stage in self.stages.items():
+            self.report.gradients[index] = {
+                name: gradient.cpu() for name, gradient in stage.weights.last_gradients.items()
+            }
+            self.report.state_dicts[index] = {
+                name: value.cpu() for name, value in stage.module.state_dict().items()
+            }
+        return self.report
+
+
+def warm_up(device: torch.device) -> None:
+    """One tiny forward and backward, so that the first action does not pay for torch's start."""
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    torch.nn.functional.mse_loss(torch.tanh(x @ x), torch.zeros(2, 2, device=device)).backward()
+
+
+def main(
+    rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection
+) -> None:
+    """A worker process: get the job, find the others, do the row, report, wait to be ended.
+
+    `board[rank]` always says which action of the row is under way, so that the controller can
+    tell even when this process is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
+    for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
+        redirect(output, descriptor)
+    action: Action | None = None
+    try:
+        torch.set_num_threads(1)
+        job: Job = cloudpickle.loads(control.recv_bytes())
+        threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
+        device = torch.device(job.device)
+        dist.init_process_group(
+            job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
+        )
+        torch.manual_seed(job.seed + rank)
+        warm_up(device)
+        for module in job.modules.values():
+            module.to(device)
+        transport = Transport(rank, job.schedule, device, job.backend)
+        worker = Worker(rank, job, transport)
+        dist.barrier()
+        for board[rank], action in enumerate(job.schedule.workers[rank]):
+            worker.do(action)
+        board[rank] += 1
+        answer: Report | Failure = worker.finish()
+    except BaseException as error:
+        answer = failure(action, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    control.send_bytes(cloudpickle.dumps(answer))
+    threading.Event().wait()  # the peers may still be reading; the controller ends all at once
+
+
+def redirect(target: Connection, descriptor: int) -> None:
+    """Let `descriptor` (1 stdout, 2 stderr) write to `target`, for C code as for Python."""
+    os.dup2(target.fileno(), descriptor)
+    stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    if descriptor == 1:
+        sys.stdout = stream
+    else:
+        sys.stderr = stream
+
+
+def end_with_controller(control: Connection) -> None:
+    """No orphans: when the controller is gone, so is its end of the pipe, and so is this worker."""
+    try:
+        control.poll(None)
+    finally:
+        os._exit(1)
+
+
+def failure(action: Action | None, error: BaseException) -> Failure:
+    """`error` as plain data: what it says, and the lines of the learner's code it came through."""
+    library = str(Path(__file__).parents[1])
+    torch_home = str(Path(torch.__file__).parent)
+    frames = tuple(
+        Frame(frame.filename, frame.lineno or 0, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((library, torch_home, "<frozen"))
+    )
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    text = f"{type(error).__name__}: {error}{notes}"
+    return Failure(action, text, frames, secondary=isinstance(error, PeerLost))
