@@ -1,20 +1,30 @@
 """Is a schedule complete, in dependency order, within its memory, free of deadlock?
 
-Two steps. First every worker's row on its own: is each action there once, and after what it needs
-from the same worker? Then all rows together: run them without a clock. Each worker does its
-actions in order and waits where something from another worker is missing; sends never wait. The
-outcome does not depend on who moves first, so one run settles it (a Kahn process network).
+Three steps. Is everything there, once, on the right worker? Does every row by itself have each
+action after what it needs from that row? Then all rows together: run them without a clock. Each
+worker does its actions in order and waits where something from another worker is missing; sends
+never wait. The outcome does not depend on who moves first, so one run settles it (a Kahn process
+network).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
-from pipeschool.actions import Action, IllegalSchedule, Schedule, peak_in_flight
-from pipeschool.lower import lower, message_of, outgoing, peer_of, sender_of
+from pipeschool.actions import COMPUTE_KINDS, KINDS, Action, IllegalSchedule, Schedule
+from pipeschool.cost import number
+from pipeschool.lower import handovers, lower
 
 MATCHING = ("in_order", "tag")
+
+_KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
+
+KindAndStage = tuple[str, int]
+# What goes from worker to worker: F (activations) or B (gradients), the stage that needs it, and
+# the microbatch.
+Tensor = tuple[str, int, int]
 
 
 def check(
@@ -27,294 +37,344 @@ def check(
         microbatch, as gloo does. ``in_order``: the n-th receive from a worker gets that worker's
         n-th send, whatever it holds, as NCCL does; what passes here also passes with tags.
     """
-    if matching not in MATCHING:
-        raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
-    _check_placement(schedule)
-    for worker, row in enumerate(schedule.workers):
-        _check_row(schedule, worker, row)
-    if schedule.lowered:
-        _check_messages(schedule)
-    for _ in execution_order(schedule, matching):
+    for _ in checked_order(schedule, matching):
         pass
     if memory_cap is not None:
-        _check_memory(schedule, memory_cap)
+        _check_memory(schedule, number("memory_cap", memory_cap, infinite=True))
     return schedule
 
 
-def execution_order(
-    schedule: Schedule, matching: str = "in_order"
-) -> Iterator[tuple[int, Action]]:
+def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tuple[int, Action]]:
+    """`execution_order` of a schedule that `check` has passed, in one walk."""
+    if matching not in MATCHING:
+        raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
+    _check_placement(schedule)
+    _check_complete(schedule)
+    needs = _needs_from_own_row(schedule)
+    for worker, row in enumerate(schedule.workers):
+        _check_row(worker, row, needs)
+        _check_updates(schedule, worker, row)
+    return execution_order(schedule, matching)
+
+
+def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tuple[int, Action]]:
     """(worker, action) for every action, in an order in which the workers could do them.
 
-    Raises `IllegalSchedule` where they cannot go on: a deadlock, or (``in_order``) a receive that
-    would get somebody else's message.
+    For schedules whose rows are right by themselves. Raises `IllegalSchedule` where the workers
+    cannot go on: a deadlock, or (``in_order``) a receive that would get somebody else's message.
     """
     rows = schedule.workers
+    gives, takes = _crossings(schedule)
+    in_order = schedule.lowered and matching == "in_order"
+    queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    given: set[Tensor] = set()
+    waiting: dict[Tensor, int] = {}  # what is missing -> the worker that waits for it
     position = [0] * len(rows)
-    needs = _message_needs if schedule.lowered else _compute_needs
-    done: set[Action] = set()
-    queues: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
-    waiting: dict[Action, int] = {}  # missing action -> worker that waits for it
     runnable = list(range(len(rows) - 1, -1, -1))
     while runnable:
         worker = runnable.pop()
         row = rows[worker]
-        while position[worker] < len(row):
-            action = row[position[worker]]
-            need = needs(action, schedule)
-            if need is not None and need not in done:
-                waiting[need] = worker
-                break
-            if matching == "in_order" and action.is_message:
-                _pass_in_order(action, worker, schedule, queues)
-            position[worker] += 1
-            done.add(action)
+        for index in range(position[worker], len(row)):
+            kind, stage, microbatch = action = row[index]
+            if take := takes.get((kind, stage)):
+                letter, source = take
+                tensor = (letter, stage, microbatch)
+                if tensor not in given:
+                    waiting[tensor] = worker
+                    position[worker] = index
+                    break
+                if in_order and (came := queues[source, worker].popleft()) != tensor:
+                    raise _wrong_tensor(schedule, worker, action, tensor, came)
+            if give := gives.get((kind, stage)):
+                letter, neighbour, target = give
+                tensor = (letter, neighbour, microbatch)
+                given.add(tensor)
+                if in_order:
+                    queues[worker, target].append(tensor)
+                if tensor in waiting:
+                    runnable.append(waiting.pop(tensor))
             yield worker, action
-            if action in waiting:
-                runnable.append(waiting.pop(action))
-    if any(position[w] < len(row) for w, row in enumerate(rows)):
-        raise _deadlock(schedule, position, {w: need for need, w in waiting.items()})
+    if waiting:
+        raise _deadlock(schedule, position, {w: tensor for tensor, w in waiting.items()})
 
 
-def _compute_needs(action: Action, schedule: Schedule) -> Action | None:
-    """What `action` of a compute-only schedule needs from another worker."""
-    kind, stage, microbatch = action
-    if kind == "F" and stage > 0:
-        return Action("F", stage - 1, microbatch)
-    if kind in ("B", "I") and stage < schedule.stages - 1:
-        split = Action("I", stage + 1, microbatch)
-        return split if split in _split(schedule) else Action("B", stage + 1, microbatch)
-    return None
-
-
-def _message_needs(action: Action, schedule: Schedule) -> Action | None:
-    """What `action` of a lowered schedule needs from another worker."""
-    if action.kind in ("RECV_F", "RECV_B"):
-        return sender_of(action)
-    need = _compute_needs(action, schedule)
-    if need is None or schedule.placement[need.stage] == schedule.placement[action.stage]:
-        return need
-    return None  # it came by message; the row's own check has seen to that
-
-
-def _split(schedule: Schedule) -> frozenset[Action]:
-    """The input halves of all split backwards, worked out once per schedule."""
-    cached = schedule.__dict__.get("_split")
-    if cached is None:
-        cached = frozenset(a for row in schedule.workers for a in row if a.kind == "I")
-        schedule.__dict__["_split"] = cached
-    return cached
-
-
-def _pass_in_order(
-    action: Action,
-    worker: int,
+def _crossings(
     schedule: Schedule,
-    queues: defaultdict[tuple[int, int], deque[Action]],
-) -> None:
-    peer = peer_of(action, schedule)
-    if action.kind.startswith("SEND"):
-        queues[worker, peer].append(action)
-        return
-    came = queues[peer, worker].popleft()
-    if message_of(came) != action:
-        raise IllegalSchedule(
-            f"worker {worker} would get the wrong tensor at {action.describe()}: the next message "
-            f"from worker {peer} is {came}, not {sender_of(action)}",
-            worker,
-            action,
-        )
+) -> tuple[dict[KindAndStage, tuple[str, int, int]], dict[KindAndStage, tuple[str, int]]]:
+    """For each (kind, stage): what it gives to another worker, as (letter, stage, worker), and
+    what it takes from one, as (letter, worker).
+
+    Sends and receives do that in a lowered schedule, the compute itself in any other.
+    """
+    gives, takes = {}, {}
+    for (kind, stage), (letter, neighbour, link) in handovers(schedule).items():
+        giver, takers = kind, ["F"] if letter == "F" else ["B", "I"]
+        if schedule.lowered:
+            giver, takers = f"SEND_{letter}", [f"RECV_{letter}"]
+        gives[giver, stage] = (letter, neighbour, link.target)
+        for taker in takers:
+            takes[taker, neighbour] = (letter, link.source)
+    return gives, takes
 
 
 def _check_placement(schedule: Schedule) -> None:
+    """Actions that exist, and every stage on one worker."""
     if len(schedule.workers) != schedule.p:
         raise IllegalSchedule(
             f"{schedule.name} has rows for {len(schedule.workers)} workers, but p is {schedule.p}"
         )
+    owner: dict[int, int] = {}
     for worker, row in enumerate(schedule.workers):
-        for action in row:
-            owner = schedule.placement[action.stage]
-            if owner != worker:
+        if not row:
+            raise IllegalSchedule(f"worker {worker} has nothing to do", worker)
+        for kind, stage in dict.fromkeys(map(_KIND_AND_STAGE, row)):
+            if kind not in KINDS or stage < 0:
+                action = _first(row, kind, stage)
                 raise IllegalSchedule(
-                    f"stage {action.stage} is on worker {owner} and on worker {worker} "
-                    f"(at {action}): every stage lives on one worker",
+                    f"worker {worker} lists {action}, but kinds are {', '.join(KINDS)} and stages "
+                    f"are numbered from 0",
                     worker,
                     action,
                 )
-            if action.kind != "U" and action.microbatch >= schedule.microbatches:
+            if owner.setdefault(stage, worker) != worker:
+                action = _first(row, kind, stage)
+                raise IllegalSchedule(
+                    f"worker {worker} lists {action.describe()}, but stage {stage} is on worker "
+                    f"{owner[stage]}: every stage lives on one worker",
+                    worker,
+                    action,
+                )
+    for stage in range(schedule.stages):
+        if stage not in owner:
+            raise IllegalSchedule(f"stage {stage} is on no worker")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Each compute action and each message once, and nothing else.
+
+    Counting settles it: where all actions differ and their microbatches are in range, as many as
+    there are microbatches are all of them. Only a wrong count makes us look for the action.
+    """
+    everything = range(schedule.microbatches)
+    messages: dict[int, list[KindAndStage]] = defaultdict(list)
+    if schedule.lowered:
+        gives, takes = _crossings(schedule)
+        for kind, stage in (*gives, *takes):
+            messages[schedule.placement[stage]].append((kind, stage))
+    for worker, row in enumerate(schedule.workers):
+        _check_distinct(schedule, worker, row)
+        counts = Counter(map(_KIND_AND_STAGE, row))
+        due = list(messages[worker])
+        for stage in schedule.stages_of(worker):
+            due.append(("F", stage))
+            if counts["I", stage] or counts["W", stage]:
+                _check_halves(schedule, worker, stage)
+            else:
+                due.append(("B", stage))
+        for kind, stage in due:
+            if counts[kind, stage] != len(everything):
+                listed = set(row)
+                missing = (Action(kind, stage, k) for k in everything)
+                raise _never(worker, next(action for action in missing if action not in listed))
+        for kind, stage in counts:
+            if "_" in kind and (kind, stage) not in due:
+                action = _first(row, kind, stage)
+                raise IllegalSchedule(
+                    f"worker {worker} does {action.describe()}, but there is nobody at its other "
+                    f"end",
+                    worker,
+                    action,
+                )
+
+
+def _check_distinct(schedule: Schedule, worker: int, row: Sequence[Action]) -> None:
+    """No action twice, none for a microbatch that does not exist."""
+    if len(set(row)) < len(row):
+        action = next(action for action, n in Counter(row).items() if n > 1)
+        raise IllegalSchedule(f"worker {worker} does {action.describe()} twice", worker, action)
+    numbers = list(map(_MICROBATCH, row))
+    if min(numbers) < 0 or max(numbers) >= schedule.microbatches:
+        for action in row:
+            if action.kind != "U" and not 0 <= action.microbatch < schedule.microbatches:
                 raise IllegalSchedule(
                     f"worker {worker} lists {action.describe()}, but there are only "
                     f"{schedule.microbatches} microbatches, numbered from 0",
                     worker,
                     action,
                 )
-    if -1 in schedule.placement:
-        missing = schedule.placement.index(-1)
-        raise IllegalSchedule(f"stage {missing} is on no worker")
-    for worker, row in enumerate(schedule.workers):
-        if not row:
-            raise IllegalSchedule(f"worker {worker} has nothing to do", worker)
 
 
-def _check_row(schedule: Schedule, worker: int, row: Iterable[Action]) -> None:
-    """Everything that one worker's row can get wrong by itself."""
-    done: set[Action] = set()
-    for action in row:
-        if action in done:
-            raise IllegalSchedule(f"worker {worker} does {action.describe()} twice", worker, action)
-        for need in _own_needs(action, schedule):
-            if not done.intersection(need):
-                raise IllegalSchedule(
-                    f"worker {worker} does {action.describe()} before "
-                    f"{' or '.join(map(str, need))}, which it needs",
-                    worker,
-                    action,
-                )
-        if action.kind == "B" and Action("I", *action[1:]) in done:
-            raise IllegalSchedule(
-                f"worker {worker} lists {action.describe()} as well as its halves", worker, action
-            )
-        if action.kind == "I" and Action("B", *action[1:]) in done:
-            raise IllegalSchedule(
-                f"worker {worker} lists {action.describe()} as well as the whole", worker, action
-            )
-        done.add(action)
-    for stage in schedule.stages_of(worker):
-        _check_complete(schedule, worker, stage, done)
-        _check_updates(schedule, worker, stage, row)
+def _check_halves(schedule: Schedule, worker: int, stage: int) -> None:
+    """Where some backwards are split: each is there whole or in both halves, not in between."""
+    listed = set(schedule.workers[worker])
+    for k in range(schedule.microbatches):
+        whole, *halves = (Action(kind, stage, k) for kind in ("B", "I", "W"))
+        if whole in listed:
+            for half in halves:
+                if half in listed:
+                    raise IllegalSchedule(
+                        f"worker {worker} does {whole.describe()} as well as its half {half}",
+                        worker,
+                        half,
+                    )
+        for half in halves:
+            if whole not in listed and half not in listed:
+                raise _never(worker, half)
 
 
-def _own_needs(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
-    """What must stand before `action` in its own row: one of each tuple."""
-    kind, stage, k = action
-    needs: list[tuple[Action, ...]] = []
-    if kind in ("B", "I"):
-        needs.append((Action("F", stage, k),))
-    if kind == "W":
-        needs.append((Action("I", stage, k),))
-    if kind == "SEND_F":
-        needs.append((Action("F", stage, k),))
-    if kind == "SEND_B":
-        needs.append((Action("B", stage, k), Action("I", stage, k)))
-    if schedule.lowered and kind in ("F", "B", "I"):
-        neighbour = stage - 1 if kind == "F" else stage + 1
-        here = schedule.placement[stage]
-        if 0 <= neighbour < schedule.stages and schedule.placement[neighbour] != here:
-            needs.append((Action("RECV_F" if kind == "F" else "RECV_B", stage, k),))
+def _needs_from_own_row(schedule: Schedule) -> dict[KindAndStage, list[KindAndStage]]:
+    """For each (kind, stage): the (kind, stage) of the same microbatch that must stand before it
+    in its own row. The input half of a split backward counts as B here."""
+    needs: dict[KindAndStage, list[KindAndStage]] = {}
+    stages = range(schedule.stages)
+    for stage in stages:
+        for kind, first in (("B", "F"), ("I", "F"), ("W", "I"), ("SEND_F", "F"), ("SEND_B", "B")):
+            needs[kind, stage] = [(first, stage)]
+        for kind, letter, neighbour in (
+            ("F", "F", stage - 1),
+            ("B", "B", stage + 1),
+            ("I", "B", stage + 1),
+        ):
+            if neighbour not in stages:
+                continue
+            if schedule.placement[neighbour] == schedule.placement[stage]:
+                needs.setdefault((kind, stage), []).append((letter, neighbour))
+            elif schedule.lowered:
+                needs.setdefault((kind, stage), []).append((f"RECV_{letter}", stage))
     return needs
 
 
-def _check_complete(schedule: Schedule, worker: int, stage: int, done: set[Action]) -> None:
-    for k in range(schedule.microbatches):
-        halves = Action("I", stage, k) in done
-        wanted = [Action("F", stage, k)]
-        wanted += [Action("W", stage, k)] if halves else [Action("B", stage, k)]
-        for action in wanted:
-            if action not in done:
-                raise IllegalSchedule(
-                    f"worker {worker} never does {action.describe()}", worker, action
-                )
-
-
-def _check_updates(schedule: Schedule, worker: int, stage: int, row: Iterable[Action]) -> None:
-    """Update t comes after the backwards of its own microbatches, in order; a synchronous one
-    also has nothing in flight."""
-    size = schedule.updates_every
-    backwards = 0
-    updates = 0
-    in_flight = 0
+def _check_row(
+    worker: int, row: Sequence[Action], needs: dict[KindAndStage, list[KindAndStage]]
+) -> None:
+    """Each action of a row comes after what it needs from that row."""
+    done: set[tuple[str, int, int]] = set()
     for action in row:
-        if action.stage != stage:
-            continue
-        if action.kind == "F":
-            in_flight += 1
-        elif action.kind in ("B", "W"):
-            in_flight -= 1
-            backwards += 1
-        elif action.kind == "U":
-            if action.microbatch != updates:
+        kind, stage, microbatch = action
+        for first, where in needs.get((kind, stage), ()):
+            if (first, where, microbatch) not in done:
+                half = Action("I", where, microbatch)
+                need = half if first == "B" and half in row else Action(first, where, microbatch)
                 raise IllegalSchedule(
-                    f"worker {worker} does {action.describe()} where update {updates} is next",
+                    f"worker {worker} does {action.describe()} before {need}, which it needs",
                     worker,
                     action,
                 )
-            updates += 1
-            if backwards < updates * size or (schedule.synchronous and in_flight):
-                raise IllegalSchedule(
-                    f"worker {worker} does {action.describe()} after {backwards} backwards with "
-                    f"{in_flight} microbatches in flight, but it needs the gradients of "
-                    f"{updates * size}" + (" and a flush" if schedule.synchronous else ""),
-                    worker,
-                    action,
-                )
-    wanted = schedule.microbatches // size
-    if updates != wanted:
-        missing = Action("U", stage, updates)
-        raise IllegalSchedule(
-            f"worker {worker} never does {missing.describe()}: {wanted} updates are due",
-            worker,
-            missing,
-        )
+        done.add(action)
+        if kind == "I":
+            done.add(("B", stage, microbatch))
 
 
-def _check_messages(schedule: Schedule) -> None:
-    """Every message that is needed is sent once and received once, and there is no other."""
-    wanted: dict[Action, int] = {}
-    for worker, row in enumerate(schedule.workers):
-        for action in row:
-            if message := outgoing(action, schedule):
-                wanted[message[0]] = worker
-                wanted[message[1]] = message[2].target
-    listed = Counter(a for row in schedule.workers for a in row if a.is_message)
-    for action, worker in wanted.items():
-        if not listed[action]:
-            raise IllegalSchedule(f"worker {worker} never does {action.describe()}", worker, action)
-    for worker, row in enumerate(schedule.workers):
-        for action in row:
-            if action.is_message and action not in wanted:
+def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> None:
+    """Each update takes the gradients of `updates_every` microbatches, no more and no fewer.
+
+    In a synchronous schedule they are those of its own batch, and the next batch waits for it:
+    that is the flush.
+    """
+    size = schedule.updates_every
+    stages = schedule.stages_of(worker)
+    updates = dict.fromkeys(stages, 0)
+    gradients = dict.fromkeys(stages, 0)
+    for action in row:
+        kind, stage, number = action
+        if kind == "U":
+            if number != updates[stage]:
                 raise IllegalSchedule(
-                    f"worker {worker} does {action.describe()}, which nobody is at the other end of",
+                    f"worker {worker} does {action.describe()} where update {updates[stage]} is "
+                    f"next",
                     worker,
                     action,
                 )
+            if gradients[stage] != size:
+                raise IllegalSchedule(
+                    f"worker {worker} does {action.describe()} with the gradients of "
+                    f"{gradients[stage]} microbatches, but an update takes those of {size}",
+                    worker,
+                    action,
+                )
+            updates[stage] += 1
+            gradients[stage] = 0
+        elif kind not in COMPUTE_KINDS:
+            continue  # messages may run ahead of an update
+        elif schedule.synchronous and number >= size * (updates[stage] + 1):
+            raise IllegalSchedule(
+                f"worker {worker} does {action.describe()} before "
+                f"{Action('U', stage, number // size - 1)}: a synchronous schedule ends each batch "
+                f"with a flush and an update",
+                worker,
+                action,
+            )
+        elif kind in ("B", "W"):
+            gradients[stage] += 1
+    for stage in stages:
+        if updates[stage] != schedule.microbatches // size:
+            raise _never(worker, Action("U", stage, updates[stage]))
 
 
 def _check_memory(schedule: Schedule, cap: float) -> None:
     for worker, row in enumerate(schedule.workers):
-        peak = peak_in_flight(row) / schedule.v
-        if peak > cap:
-            action = next(
-                row[i]
-                for i in range(len(row))
-                if peak_in_flight(row[: i + 1]) / schedule.v > cap
-            )
-            raise IllegalSchedule(
-                f"worker {worker} holds the activations of {peak:g} microbatches at its peak, and "
-                f"the cap of {cap:g} is passed at {action.describe()}",
-                worker,
-                action,
-            )
+        held = 0
+        for action in row:
+            held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            if held / schedule.v > cap:
+                raise IllegalSchedule(
+                    f"worker {worker} holds the activations of {held / schedule.v:g} microbatches "
+                    f"at {action.describe()}, and the cap is {cap:g}",
+                    worker,
+                    action,
+                )
+
+
+def _first(row: Sequence[Action], kind: str, stage: int) -> Action:
+    return next(action for action in row if action.kind == kind and action.stage == stage)
+
+
+def _never(worker: int, action: Action) -> IllegalSchedule:
+    return IllegalSchedule(f"worker {worker} never does {action.describe()}", worker, action)
+
+
+def _giver(schedule: Schedule, tensor: Tensor) -> Action:
+    """The action that gives `tensor` to its stage."""
+    letter, stage, microbatch = tensor
+    source = stage - 1 if letter == "F" else stage + 1
+    if schedule.lowered:
+        return Action(f"SEND_{letter}", source, microbatch)
+    half = Action("I", source, microbatch)
+    split = letter == "B" and half in schedule.workers[schedule.placement[source]]
+    return half if split else Action(letter, source, microbatch)
+
+
+def _wrong_tensor(
+    schedule: Schedule, worker: int, action: Action, tensor: Tensor, came: Tensor
+) -> IllegalSchedule:
+    due, sent = _giver(schedule, tensor), _giver(schedule, came)
+    return IllegalSchedule(
+        f"worker {worker} would get the wrong tensor at {action.describe()}: the next message from "
+        f"worker {schedule.placement[due.stage]} is {sent}, not {due}",
+        worker,
+        action,
+    )
 
 
 def _deadlock(
-    schedule: Schedule, position: list[int], missing: dict[int, Action]
+    schedule: Schedule, position: list[int], missing: dict[int, Tensor]
 ) -> IllegalSchedule:
     """Follow who waits for whom until it closes into a circle, and say it."""
-    at = {w: schedule.workers[w][position[w]] for w in missing}
-    owner = {action: w for w, row in enumerate(schedule.workers) for action in row}
-    worker = min(missing)
+    needs = {worker: _giver(schedule, tensor) for worker, tensor in missing.items()}
+    owner = schedule.placement
     seen: list[int] = []
-    while worker not in seen and worker in missing:
+    worker = min(needs)
+    while worker in needs and worker not in seen:
         seen.append(worker)
-        worker = owner.get(missing[worker], -1)
+        worker = owner[needs[worker].stage]
     circle = seen[seen.index(worker) :] if worker in seen else seen
-    first = min(circle)
+    at = {w: schedule.workers[w][position[w]] for w in circle}
     chain = "; ".join(
-        f"worker {w} waits at {at[w]} for {missing[w]}"
-        + (f" from worker {owner[missing[w]]}" if missing[w] in owner else ", which nobody does")
+        f"worker {w} waits at {at[w].describe()} for {needs[w]} from worker {owner[needs[w].stage]}"
         for w in circle
     )
+    first = min(circle)
     return IllegalSchedule(f"deadlock: {chain}", first, at[first])
 
 
-__all__ = ["MATCHING", "IllegalSchedule", "check", "execution_order", "lower"]
+__all__ = ["MATCHING", "IllegalSchedule", "check", "checked_order", "execution_order", "lower"]

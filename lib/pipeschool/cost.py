@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeschool.actions import Schedule
@@ -40,15 +40,15 @@ class Cost:
     message_bytes: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "update", "message_bytes"):
-            _check_times(name, getattr(self, name))
-        for name in ("input_backward", "weight_backward"):
-            if getattr(self, name) is not None:
-                _check_times(name, getattr(self, name))
-        for name in ("comm", "latency"):
-            _check_times(name, getattr(self, name))
-        _check_times("speed", self.speed, positive=True)
-        _check_times("bandwidth", self.bandwidth, positive=True, infinite=True)
+        per_stage = ["forward", "backward", "update", "message_bytes"]
+        halves = ["input_backward", "weight_backward"]
+        per_stage += [name for name in halves if getattr(self, name) is not None]
+        for name in (*per_stage, "speed"):
+            value = _numbers(name, getattr(self, name), positive=name == "speed")
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+        number("comm", self.comm)
+        number("latency", self.latency)
+        number("bandwidth", self.bandwidth, positive=True, infinite=True)
 
     def seconds(self, schedule: Schedule) -> dict[str, list[float]]:
         """For each kind of action, its seconds on every stage of `schedule`."""
@@ -95,16 +95,30 @@ def per_item(name: str, value: PerStage, count: int, item: str) -> list[float]:
     return [float(x) for x in value]
 
 
-def _check_times(
-    name: str, value: PerStage, positive: bool = False, infinite: bool = False
-) -> None:
-    wanted = "above 0" if positive else "0 or more"
-    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    for item in items:
-        try:
-            number = float(item)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} must be a number, {wanted}, not {item!r}") from None
-        finite = math.isfinite(number) or (infinite and number == math.inf)
-        if not finite or number < 0 or (positive and number == 0):
-            raise ValueError(f"{name} must be a number, {wanted}, not {item!r}")
+def number(name: str, value: object, positive: bool = False, infinite: bool = False) -> float:
+    """`value` as a float of 0 or more; otherwise ValueError, in one sentence.
+
+    `positive` refuses 0 as well, `infinite` allows infinity.
+    """
+    wrong = f"{name} must be a number, {'above 0' if positive else '0 or more'}, not {value!r}"
+    if isinstance(value, (str, bytes, bool)):  # float() would take them
+        raise ValueError(wrong)
+    try:
+        result = float(value)  # type: ignore[arg-type]  # whether it can is the question
+    except (TypeError, ValueError):
+        raise ValueError(wrong) from None
+    finite = math.isfinite(result) or (infinite and result == math.inf)
+    if not finite or result < 0 or (positive and result == 0):
+        raise ValueError(wrong)
+    return result
+
+
+def _numbers(name: str, value: object, positive: bool) -> float | tuple[float, ...]:
+    """`value` as a float, or as floats where it is a list, a tuple or an array of numbers."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return number(name, value, positive)
+    try:
+        items = tuple(value)
+    except TypeError:  # an array of no dimension says that it is iterable, and is not
+        return number(name, value, positive)
+    return tuple(number(name, item, positive) for item in items)

@@ -16,26 +16,51 @@ class Link(NamedTuple):
     target: int
 
 
-def outgoing(action: Action, schedule: Schedule) -> tuple[Action, Action, Link] | None:
-    """The send that must follow `action`, its receive, and their link; None where none is needed.
+class Handover(NamedTuple):
+    """What an action hands on: activations (``F``) or gradients (``B``), to which stage, how."""
+
+    letter: str
+    stage: int
+    link: Link
+
+
+def handover(kind: str, stage: int, schedule: Schedule) -> Handover | None:
+    """What an action of this kind on this stage hands to another worker, if it does.
 
     A forward hands its activations to the next stage, a backward (or its input half) hands the
     gradient to the stage before. Two stages on one worker need no message.
     """
-    if action.kind == "F":
-        neighbour, letter = action.stage + 1, "F"
-    elif action.kind in ("B", "I"):
-        neighbour, letter = action.stage - 1, "B"
+    if kind == "F":
+        letter, neighbour = "F", stage + 1
+    elif kind in ("B", "I"):
+        letter, neighbour = "B", stage - 1
     else:
         return None
     if not 0 <= neighbour < schedule.stages:
         return None
-    link = Link(schedule.placement[action.stage], schedule.placement[neighbour])
-    if link.source == link.target:
+    link = Link(schedule.placement[stage], schedule.placement[neighbour])
+    return None if link.source == link.target else Handover(letter, neighbour, link)
+
+
+def handovers(schedule: Schedule) -> dict[tuple[str, int], Handover]:
+    """`handover` for each (kind, stage) that has one: look up here what is asked per action."""
+    return {
+        (kind, stage): found
+        for stage in range(schedule.stages)
+        for kind in ("F", "B", "I")
+        if (found := handover(kind, stage, schedule))
+    }
+
+
+def outgoing(action: Action, schedule: Schedule) -> tuple[Action, Action, Link] | None:
+    """The send that must follow `action`, its receive, their link; None where none is needed."""
+    kind, stage, microbatch = action
+    found = handover(kind, stage, schedule)
+    if found is None:
         return None
-    send = Action(f"SEND_{letter}", action.stage, action.microbatch)
-    receive = Action(f"RECV_{letter}", neighbour, action.microbatch)
-    return send, receive, link
+    send = Action(f"SEND_{found.letter}", stage, microbatch)
+    receive = Action(f"RECV_{found.letter}", found.stage, microbatch)
+    return send, receive, found.link
 
 
 def message_of(action: Action) -> Action:
@@ -69,30 +94,30 @@ def lower(schedule: Schedule) -> Schedule:
     """
     if schedule.lowered:
         return schedule
+    table = handovers(schedule)
     sent: defaultdict[Link, deque[Action]] = defaultdict(deque)
+    link_of: dict[Action, Link] = {}  # of each receive that no row has yet
     for row in schedule.workers:
-        for action in row:
-            if message := outgoing(action, schedule):
-                sent[message[2]].append(message[1])
-    link_of = {receive: link for link, receives in sent.items() for receive in receives}
+        for kind, stage, microbatch in row:
+            if found := table.get((kind, stage)):
+                receive = Action(f"RECV_{found.letter}", found.stage, microbatch)
+                sent[found.link].append(receive)
+                link_of[receive] = found.link
 
+    receives = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
     rows = []
     for row in schedule.workers:
         lowered: list[Action] = []
         for action in row:
-            needed = Action(
-                {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(action.kind, ""),
-                action.stage,
-                action.microbatch,
-            )
-            link = link_of.get(needed)
-            while link and needed in link_of:
+            kind, stage, microbatch = action
+            needed = Action(receives.get(kind, ""), stage, microbatch)
+            while link := link_of.get(needed):
                 receive = sent[link].popleft()
-                del link_of[receive]
+                link_of.pop(receive, None)  # a forward listed twice is for `check` to refuse
                 lowered.append(receive)
             lowered.append(action)
-            if message := outgoing(action, schedule):
-                lowered.append(message[0])
+            if found := table.get((kind, stage)):
+                lowered.append(Action(f"SEND_{found.letter}", stage, microbatch))
         rows.append(tuple(lowered))
     return replace(schedule, workers=tuple(rows))
 

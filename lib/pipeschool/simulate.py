@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeschool.actions import Action, Schedule
-from pipeschool.check import check, execution_order
+from pipeschool.actions import Schedule
+from pipeschool.check import checked_order
 from pipeschool.cost import Cost
-from pipeschool.lower import compute_only, outgoing
+from pipeschool.lower import handovers
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Ledger, policy_named
 
@@ -18,27 +18,29 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Trace:
     checked, and then left to the cost model.
     """
     cost = cost or Cost()
-    schedule = compute_only(check(schedule))
-    seconds = cost.seconds(schedule)
-    transfer = cost.transfer(schedule)
-    free = [0.0] * schedule.p  # per worker
-    link_free = {}  # per link
-    arrival: dict[tuple[str, int, int], float] = {}  # (F or B, stage, microbatch) -> input is there
+    order = checked_order(schedule)
+    seconds, transfer = cost.seconds(schedule), cost.transfer(schedule)
+    sizes = [cost.message_size(boundary) for boundary in range(schedule.stages)]
+    handed = handovers(schedule)
     ledgers = [Ledger(policy_named(schedule.weights)) for _ in range(schedule.stages)]
+    free = [0.0] * schedule.p  # per worker
+    link_free = dict.fromkeys((handover.link for handover in handed.values()), 0.0)
+    arrival: dict[tuple[str, int, int], float] = {}  # (F or B, stage, microbatch) -> input is there
     spans: list[Span] = []
-    for worker, action in execution_order(schedule):
+    for worker, action in order:
         kind, stage, microbatch = action
+        if kind not in seconds:
+            continue  # a message of a lowered schedule
         needs = ("B" if kind == "I" else kind, stage, microbatch)
         start = max(free[worker], arrival.pop(needs, 0.0))
         end = free[worker] = start + seconds[kind][stage]
         size = 0.0
-        if message := outgoing(action, schedule):
-            _, receive, link = message
-            boundary = min(stage, receive.stage)
-            leaves = max(end, link_free.get(link, 0.0)) + transfer[boundary]
-            link_free[link] = leaves
-            arrival[receive.kind[-1], receive.stage, microbatch] = leaves + cost.latency
-            size = cost.message_size(boundary)
+        if handover := handed.get((kind, stage)):
+            letter, neighbour, link = handover
+            boundary = min(stage, neighbour)
+            size = sizes[boundary]
+            link_free[link] = left = max(end, link_free[link]) + transfer[boundary]
+            arrival[letter, neighbour, microbatch] = left + cost.latency
         version, alive = ledgers[stage].note(action)
         spans.append(Span(worker, action, start, end, version, alive, size))
     return Trace(schedule.name, schedule.p, schedule.m, schedule.v, tuple(spans))

@@ -7,7 +7,6 @@ Version 0 is the weights at the start, update t makes version t + 1.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from pipeschool.actions import Action
@@ -56,7 +55,7 @@ class Ledger:
     policy: Policy
     newest: int = 0
     used: dict[int, int] = field(default_factory=dict)  # microbatch in flight -> its version
-    users: Counter[int] = field(default_factory=Counter)  # version -> microbatches in flight
+    users: dict[int, int] = field(default_factory=dict)  # version -> how many in flight use it
 
     def note(self, action: Action) -> tuple[int, int]:
         """Note `action`; returns the version that it uses (or, for U, makes) and how many
@@ -65,15 +64,16 @@ class Ledger:
         if kind == "F":
             version = self.policy.forward(microbatch, self.newest)
             self.used[microbatch] = version
-            self.users[version] += 1
+            self.users[version] = self.users.get(version, 0) + 1
             return version, self.alive
         if kind == "U":
             self.newest += 1
             return self.newest, self.alive
-        version = self.policy.backward(microbatch, self.used[microbatch], self.newest)
+        forward_version = self.used[microbatch]
+        version = self.policy.backward(microbatch, forward_version, self.newest)
         held = self.alive
         if kind != "I":  # the input half of a split backward leaves the weight half to come
-            forward_version = self.used.pop(microbatch)
+            del self.used[microbatch]
             self.users[forward_version] -= 1
             if not self.users[forward_version]:
                 del self.users[forward_version]
