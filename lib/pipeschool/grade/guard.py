@@ -1,0 +1,151 @@
+"""Call a learner's function with care: in time, with copies, and with nothing on stderr."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import signal
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from pipeschool.grade.plain import Wrong, show
+
+SECONDS = 2.0  # for one call; the calls here need milliseconds
+
+_NOT_THE_LEARNERS = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+class NotWritten(Exception):
+    """The stub still stands. `str()` of it names the function."""
+
+
+class TimeUp(BaseException):
+    """Raised inside code that runs too long. No Exception: the code must not catch it by chance."""
+
+
+class Answer:
+    """The learner's function, which gives back plain data or raises `Wrong`.
+
+    returns: a reader out of `plain`, which turns what the function returned into plain data.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], names: list[str], returns: Callable[[object], Any]
+    ):
+        self.function = function
+        self.names = names  # of the arguments, for messages
+        self.returns = returns
+        self.latest = ""  # the latest call, as text
+        self.printed = Output()  # of the latest call
+        self.printed_lines = 0  # in all calls
+
+    def __call__(self, *args: Any) -> Any:
+        self.latest = f"{self.function.__name__}({call_text(self.names, args)})"
+        given = copy.deepcopy(args)
+        output = self.printed = Output()
+        try:
+            with redirect_stdout(output), redirect_stderr(output), time_limit(SECONDS):
+                value = self.returns(self.function(*given))
+        except (Wrong, KeyboardInterrupt):
+            raise
+        except TimeUp:
+            got = "still no end: is there a loop whose condition never changes?"
+            raise Wrong(f"an answer within {SECONDS:g} seconds", got) from None
+        except NotImplementedError as error:
+            frame = own_frame(error)
+            raise NotWritten(frame.name if frame else self.function.__name__) from None
+        except BaseException as error:  # also exit()
+            raise Wrong("no error", _error_text(error), line=_line_text(error)) from None
+        finally:
+            self.printed_lines += output.lines
+        for name, before, after in zip(self.names, args, given, strict=True):
+            if repr(before) != repr(after):
+                got = f"the call changed it to {show(after)}: work on a copy, such as list({name})"
+                raise Wrong(f"`{name}` left as it was: {show(before)}", got)
+        return value
+
+
+class Output(io.StringIO):
+    """What a call prints: its first few hundred letters, and how many lines there were."""
+
+    lines = 0
+
+    def write(self, text: str) -> int:
+        self.lines += text.count("\n")
+        if self.tell() < 400:
+            super().write(text)
+        return len(text)
+
+
+def call_text(names: list[str], args: tuple[Any, ...]) -> str:
+    """Arguments as they would be written in a call."""
+    parts = []
+    for name, value in zip(names, args, strict=True):
+        text = getattr(value, "__name__", None) or show(value)
+        parts.append(f"{name}={text}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeUp` in the code inside once `seconds` are over.
+
+    With a signal where there are any, because that also ends a sleep. Otherwise (Windows, or not
+    in the main thread) another thread raises it between two steps of Python code.
+    """
+    if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+
+        def stop(*_: object) -> None:
+            raise TimeUp
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    else:
+        here = ctypes.c_ulong(threading.get_ident())
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        timer = threading.Timer(seconds, raise_in, (here, ctypes.py_object(TimeUp)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost place in the learner's own code that `error` came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_LEARNERS)]
+    return own[-1] if own else None
+
+
+def _line_text(error: BaseException) -> str:
+    frame = own_frame(error)
+    if frame is None:
+        return ""
+    where = f"line {frame.lineno} of its cell, in {frame.name}"
+    return f"{where}: {frame.line}" if frame.line else where
+
+
+def _error_text(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, NameError):
+        text += " (have you run the cells above?)"
+    if isinstance(error, SystemExit):
+        text = "a call of exit(), which would end the notebook's kernel"
+    return text

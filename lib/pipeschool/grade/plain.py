@@ -1,0 +1,128 @@
+"""Turn what a learner's function returned into plain data, or say what it should have been.
+
+Answers are compared only after this step. Right answers may then come in any reasonable form (a
+list, a tuple, a generator, numbers of numpy or torch), and an object that calls itself equal to
+everything gets nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from pipeschool.actions import KINDS, Action
+
+MOST_ITEMS = 100_000  # no answer is longer; an endless generator stops here
+
+
+class Wrong(Exception):
+    """One case that failed: what was expected, and what came."""
+
+    def __init__(self, expected: str, got: str, case: str = "", line: str = ""):
+        super().__init__(expected, got)
+        self.expected = expected
+        self.got = got
+        self.case = case  # empty: the latest call of the learner's function
+        self.line = line  # the learner's own line, where their code raised
+        self.printed = ""  # what their code printed meanwhile
+
+
+def require(right: bool, expected: str, got: str, case: str = "") -> None:
+    """Raise `Wrong` unless `right`."""
+    if not right:
+        raise Wrong(expected, got, case)
+
+
+def show(value: object, limit: int = 160) -> str:
+    """A short text for a value that may be anything; actions as they stand in a chart."""
+    text = _text(value)
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Action) and len(value) == 3:
+        return str(value)
+    if type(value) is float:
+        return f"{value:.6g}"
+    if type(value) is list:
+        return f"[{', '.join(map(_text, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
+    try:
+        return repr(value)
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+
+
+def whole_number(value: object) -> int:
+    """An int; a float that is whole will do."""
+    try:
+        if not isinstance(value, (bool, str)):
+            exact = float(value)  # type: ignore[arg-type]
+            return int(exact) if exact.is_integer() else int(operator.index(value))  # type: ignore
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise Wrong("a whole number", described(value))
+
+
+def number(value: object) -> float:
+    """A float that is neither NaN nor infinite."""
+    try:
+        exact = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore
+    except (TypeError, ValueError, OverflowError):
+        exact = math.nan
+    if not math.isfinite(exact):
+        raise Wrong("a number", described(value))
+    return exact
+
+
+def whole_numbers(value: object) -> list[int]:
+    """A list of ints."""
+    return [whole_number(x) for x in items(value, "a list of whole numbers")]
+
+
+def numbers(value: object) -> list[float]:
+    """A list of floats."""
+    return [number(x) for x in items(value, "a list of numbers")]
+
+
+def action(value: object) -> Action:
+    """An `Action`, made afresh from its three parts."""
+    if isinstance(value, Action):
+        kind, stage, microbatch = tuple(value)
+        if type(kind) is str and kind in KINDS:
+            return Action(kind, whole_number(stage), whole_number(microbatch))
+    raise Wrong("an action, such as ps.F(0, 0) or ps.B(0, 0)", described(value))
+
+
+def actions(value: object) -> list[Action]:
+    """A list of actions."""
+    return [action(x) for x in items(value, "a list of actions, such as [ps.F(0, 0), ps.B(0, 0)]")]
+
+
+def times(value: object) -> dict[Action, float]:
+    """A dictionary from actions to seconds."""
+    wanted = "a dictionary {action: seconds}, such as {ps.F(0, 0): 0.0}"
+    if not isinstance(value, Mapping):
+        raise Wrong(wanted, described(value))
+    return {action(key): number(value[key]) for key in items(value.keys(), wanted)}
+
+
+def items(value: object, wanted: str) -> list[Any]:
+    """The items of a list or of anything like it."""
+    if isinstance(value, (str, bytes, Mapping, Action)) or not isinstance(value, Iterable):
+        raise Wrong(wanted, described(value))
+    found = list(islice(value, MOST_ITEMS + 1))
+    if len(found) > MOST_ITEMS:
+        raise Wrong(wanted, f"more than {MOST_ITEMS} items: does it ever end?")
+    return found
+
+
+def described(value: object) -> str:
+    """A value with its type, for somebody who expected another type."""
+    if value is None:
+        return "None (is there a `return`?)"
+    return f"{show(value)}, of type {type(value).__name__}"
