@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,24 @@ def test_readme_has_one_line_for_each_dependency() -> None:
     table = readme.split("## What it is built on")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([\w-]+)` \| .+ \| .+ \|$", table, flags=re.MULTILINE)
     assert sorted(rows) == sorted(DIRECT)
+
+
+def test_library_imports_only_what_is_declared() -> None:
+    distributions = packages_distributions()
+    for file in sorted((ROOT / "lib" / "pipeschool").rglob("*.py")):
+        # Notebooks are built by contributors, who have the `dev` packages; learners need not.
+        declared = DIRECT if file.name == "build.py" else RUNTIME
+        for module in imports(file) - sys.stdlib_module_names - {"pipeschool"}:
+            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            assert names & declared.keys(), f"{file.name} imports {module}, an undeclared package"
+
+
+def imports(file: Path) -> set[str]:
+    """The top-level packages a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found
