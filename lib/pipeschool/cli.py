@@ -1,0 +1,385 @@
+"""The command line: the same words as the Python API.
+
+Exit status 0 when all went well; 1 for an illegal schedule or a failed run; 2 for wrong input.
+Whatever goes wrong is one sentence on stderr. Only `run` and ``--png`` import torch or matplotlib,
+so that everything else answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pipeschool as ps
+from pipeschool.formats import from_csv, to_csv
+from pipeschool.lower import lower
+from pipeschool.run import RunError
+from pipeschool.schedules import ALIASES
+from pipeschool.text import text_gantt, title
+from pipeschool.versions import POLICIES, policy_named
+
+METRICS = (  # name in JSON, name for people, what it is counted in
+    ("makespan", "makespan", ""),
+    ("bubble_of_total", "bubble of total", "idle / (p * makespan)"),
+    ("bubble_of_ideal", "bubble of ideal", "idle / busy"),
+    ("peak_activations", "peak activations", "of each worker, in A: one microbatch on one worker"),
+    ("weight_versions", "weight versions", "alive at once on each worker"),
+    ("staleness", "staleness", "of each worker, in updates"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser().parse_args(_join_negative_pace(words))
+        return int(args.command(args) or 0)
+    except (ps.IllegalSchedule, RunError) as error:
+        return _fail(str(error), 1)
+    except UnicodeDecodeError:
+        return _fail("the schedule file is not UTF-8 text", 2)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"cannot use {error.filename}: {error.strerror}", 2)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"pipeschool: {message}", file=sys.stderr)
+    return status
+
+
+# The commands
+
+
+def _schedules(args: argparse.Namespace) -> None:
+    also = {name: f" (or {alias})" for alias, name in ALIASES.items()}
+    for name, builder in ps.SCHEDULES.items():
+        about = (sys.modules[builder.__module__].__doc__ or "").partition("\n")[0]
+        print(f"{name + also.get(name, ''):24}{about}")
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    trace = _predict(args)
+    if args.json:
+        print(json.dumps(_as_json(trace)))
+    else:
+        print(title(trace))
+        _print_table([trace])
+
+
+def _show(args: argparse.Namespace) -> None:
+    trace = _predict(args)
+    if args.csv:
+        Path(args.csv).write_text(to_csv(_schedule(args)), encoding="utf-8")
+    if args.png:
+        ps.draw.gantt(trace).savefig(args.png, format="png")
+    # A file or a pipe gets whole lines; on a terminal they end where it would break them.
+    print(text_gantt(trace, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+
+
+def _check(args: argparse.Namespace) -> None:
+    text = Path(args.file).read_text(encoding="utf-8-sig")
+    schedule = from_csv(text, args.p, args.m, name=args.file)
+    ps.check(lower(ps.check(schedule)))
+    kind = "with its messages" if schedule.lowered else "compute only"
+    print(f"{args.file} is legal and free of deadlock: p={schedule.p}, m={schedule.m}, {kind}")
+
+
+def _run(args: argparse.Namespace) -> None:
+    schedule = _schedule(args)
+    import torch
+
+    from pipeschool.partition import split_layers
+    from pipeschool.run import reference
+
+    def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    torch.manual_seed(0)
+    width = args.hidden
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()).double()
+        for _ in range(max(args.p, 8) if args.layers is None else args.layers)
+    ]
+    stages = split_layers(torch.nn.Sequential(*blocks), args.p)
+    size = (4 * args.m if args.batch_size is None else args.batch_size, width)
+    batches = [
+        (torch.randn(size, dtype=torch.float64), torch.randn(size, dtype=torch.float64))
+        for _ in range(args.batches)
+    ]
+
+    result = ps.run(schedule, stages, batches, optimizer=sgd, pace=args.pace, device=args.device)
+    measured = result.trace
+    cost = ps.Cost(*args.pace) if args.pace else _measured_cost(schedule, measured)
+    predicted = ps.simulate(schedule, cost)
+    error = None
+    if schedule.synchronous:
+        alone = reference.gradients(stages, batches, args.m, optimizer=sgd)
+        error = reference.max_error(result.gradients, alone)
+
+    if args.trace:
+        Path(args.trace).write_text(measured.to_chrome(), encoding="utf-8")
+    if args.png:
+        ps.draw.compare(predicted, measured).savefig(args.png, format="png")
+    if args.json:
+        short = ("makespan", "bubble_of_total", "bubble_of_ideal")
+        more = {
+            "predicted": {name: getattr(predicted, name) for name in short},
+            "measured": {name: getattr(measured, name) for name in short},
+            "backend": result.backend,
+            "device": result.device,
+            "paced": result.paced,
+            "gradient_max_error": error,
+            "start_seconds": result.start_seconds,
+        }
+        print(json.dumps(_as_json(measured) | more))
+        return
+    print(f"{title(measured)}, {result.backend} on {result.device}")
+    _print_table([predicted, measured])
+    source = "from the declared times" if args.pace else "from the measured mean times per stage"
+    print(f"times in seconds, predicted {source}")
+    print(f"{result.start_seconds:.2f} s from the call to the first action")
+    if error is not None:
+        print(f"largest difference from the gradients of one process: {error:.3g}")
+
+
+def _lab(args: argparse.Namespace) -> None:
+    course = _find_course()
+    # In this very process: to end it is to end the server.
+    from jupyterlab.labapp import LabApp  # type: ignore[import-untyped]
+
+    words = [
+        f"--ServerApp.root_dir={course}",
+        "--ServerApp.answer_yes=True",  # Ctrl-C ends it, without a question
+        "--ServerApp.log_level=WARN",  # still prints the address
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    if args.port is not None:
+        words.append(f"--ServerApp.port={args.port}")
+    if args.no_browser or not _has_browser():
+        words.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        words.append("--allow-root")  # in a container everybody is root
+    LabApp.launch_instance(words)
+
+
+# What they share
+
+
+def _schedule(args: argparse.Namespace) -> ps.Schedule:
+    """The schedule that the words on the command line ask for."""
+    if args.v != 1:
+        raise ValueError(
+            f"-v must be 1, not {args.v}: schedules with several chunks per worker come later"
+        )
+    schedule = ps.build(args.name, args.p, args.m, args.batches)
+    if args.weights is None:
+        return schedule
+    policy_named(args.weights)
+    if args.weights != schedule.weights and "flush" in (args.weights, schedule.weights):
+        allowed = [name for name in POLICIES if (name == "flush") == schedule.synchronous]
+        kind = "synchronous" if schedule.synchronous else "asynchronous"
+        raise ValueError(
+            f"--weights {args.weights} does not fit {schedule.name}, which is {kind}; "
+            f"allowed: {', '.join(allowed)}"
+        )
+    return replace(schedule, weights=args.weights)
+
+
+def _predict(args: argparse.Namespace) -> ps.Trace:
+    return ps.simulate(_schedule(args), ps.Cost(args.forward, args.backward, comm=args.comm))
+
+
+def _measured_cost(schedule: ps.Schedule, trace: ps.Trace) -> ps.Cost:
+    """The mean time of a forward and of a backward on each stage, in seconds."""
+    means: dict[str, list[float]] = {"F": [], "B": []}
+    for kind, times in means.items():
+        for stage in range(schedule.stages):
+            spans = [s.seconds for s in trace.spans if s.action[:2] == (kind, stage)]
+            times.append(sum(spans) / len(spans))
+    return ps.Cost(means["F"], means["B"])
+
+
+def _as_json(trace: ps.Trace) -> dict[str, object]:
+    return {"schedule": trace.name, "p": trace.p, "m": trace.m, "v": trace.v, **trace.metrics()}
+
+
+def _print_table(traces: Sequence[ps.Trace]) -> None:
+    """One line per metric, one column per trace."""
+    cells = [[_cell(trace.metrics()[key]) for trace in traces] for key, _, _ in METRICS]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if len(traces) > 1:
+        heads = [trace.label for trace in traces]
+        widths = [max(w, len(h)) for w, h in zip(widths, heads, strict=True)]
+        print(" " * 18 + "  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)))
+    for (_, name, unit), row in zip(METRICS, cells, strict=True):
+        columns = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+        print(f"{name:18}{columns}  {unit}".rstrip())
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(f"{item:g}" for item in value)
+    return f"{value:.4g}"
+
+
+def _find_course() -> Path:
+    """The course's folder: in the working directory, or in the repository that holds this file."""
+    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (folder / "course").is_dir():
+            return folder / "course"
+    raise ValueError("there is no course/ folder here: start this in the folder of the repository")
+
+
+def _has_browser() -> bool:
+    """False on a Linux machine without a screen, where only a text browser could open."""
+    if sys.platform.startswith(("win", "darwin")):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+# The words
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is said in one sentence, by `main`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _join_negative_pace(words: list[str]) -> list[str]:
+    """argparse takes the -1,2 of ``--pace -1,2`` for an option; joined, it is a wrong pace."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--pace" and re.match(r"-[\d.]", word):
+            joined[-1] = f"--pace={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    number = _whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
+    return number
+
+
+def _pace(text: str) -> tuple[float, float]:
+    try:
+        forward, backward = map(_seconds, text.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            "must be the seconds of a forward and of a backward, each 0 or more, such as "
+            f"0.005,0.010, not {text!r}"
+        ) from None
+    return forward, backward
+
+
+def _port(text: str) -> int:
+    number = _whole(text)
+    if not 1 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"must be between 1 and 65535, not {number}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="pipeschool", description="Pipeline-parallel training, step by step.")
+    parser.add_argument("--version", action="version", version=ps.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    pipeline = _Parser(add_help=False)
+    pipeline.add_argument("name", metavar="NAME", help="see `pipeschool schedules`")
+    pipeline.add_argument("-p", type=_positive, default=4, help="stages (default: 4)")
+    pipeline.add_argument(
+        "-m", type=_positive, default=8, help="microbatches in one batch (default: 8)"
+    )
+    pipeline.add_argument("-v", type=_positive, default=1, help="chunks per worker (only 1 so far)")
+    pipeline.add_argument("--batches", type=_positive, default=1, help="batches (default: 1)")
+    pipeline.add_argument(
+        "--weights", metavar="POLICY", help="weight versions of an asynchronous schedule"
+    )
+    costs = _Parser(add_help=False)
+    for name, value in (("forward", 1.0), ("backward", 2.0), ("comm", 0.0)):
+        costs.add_argument(
+            f"--{name}",
+            type=_seconds,
+            default=value,
+            metavar="SECONDS",
+            help=f"time of a {name} of one microbatch on one worker (default: {value:g})"
+            if name != "comm"
+            else "time of a message between two workers (default: 0)",
+        )
+
+    def command(name: str, function: object, about: str, *parents: _Parser) -> _Parser:
+        new: _Parser = commands.add_parser(
+            name, help=about, description=about, parents=parents, allow_abbrev=False
+        )
+        new.set_defaults(command=function)
+        return new
+
+    lab = command("lab", _lab, "JupyterLab on the course")
+    lab.add_argument("--port", type=_port, help="where to serve it (default: the first free one)")
+    lab.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
+
+    command("schedules", _schedules, "the schedules there are")
+
+    show = command("show", _show, "a chart in the terminal", pipeline, costs)
+    show.add_argument("--png", metavar="FILE", help="also draw it into this file")
+    show.add_argument("--csv", metavar="FILE", help="also write PyTorch's schedule CSV")
+
+    simulate = command("simulate", _simulate, "how long, how idle, how full", pipeline, costs)
+    simulate.add_argument("--json", action="store_true", help="one JSON object")
+
+    run = command("run", _run, "on real worker processes", pipeline)
+    run.add_argument("--pace", type=_pace, metavar="F,B", help="declared seconds of each action")
+    run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    run.add_argument("--layers", type=_positive, help="of the model (default: p, 8 at least)")
+    run.add_argument("--hidden", type=_positive, default=32, help="width (default: 32)")
+    run.add_argument("--batch-size", type=_positive, help="samples in a batch (default: 4 m)")
+    run.add_argument("--png", metavar="FILE", help="draw prediction and measurement")
+    run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
+    run.add_argument("--json", action="store_true", help="one JSON object")
+
+    check = command("check", _check, "is this schedule CSV legal and free of deadlock?")
+    check.add_argument("file", metavar="FILE.csv")
+    check.add_argument("-p", type=_positive, help="stages it must have")
+    check.add_argument("-m", type=_positive, help="microbatches it must have")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
