@@ -1,20 +1,27 @@
 """Point-to-point messages between workers, over torch.distributed.
 
-A message is a header of fixed size, then one tensor each. The header says what the message is and
-which shapes and types follow, so a stage may send anything, and a smaller last microbatch needs no
-special care. It also lets a receiver notice that it got somebody else's message.
+A message starts with a packet of fixed size. Its header says what the message is, and the dtype
+and shape of each tensor; so a stage may send anything, a smaller last microbatch needs no special
+care, and a receiver notices when it gets somebody else's message. Small tensors ride in the packet
+itself, which halves the time that a short message takes; larger ones follow, one by one.
 
 On gloo a thread per incoming link takes messages off the wire while the worker computes, in the
 order of the schedule; `receive` then only waits for what is not there yet.
+
+Activations and gradients have a process group each, and packets are asked for ahead of time. So a
+connection carries one direction only, and nobody takes its lock while the other side uses it: with
+gloo, a thread that finds it taken spins, for milliseconds where cores are few. (NCCL, too, would
+hold up a receive behind a send of the same pair.)
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +31,43 @@ from pipeschool.actions import MESSAGE_KINDS, Action, Schedule
 from pipeschool.lower import message_of, peer_of, sender_of
 from pipeschool.run.stage import Tensors
 
-HEADER = 256  # numbers in a header
+PACKET = 2048  # numbers of 8 bytes in a packet
+HEADER = 128  # of them for the header
+LEFT = HEADER - 1  # place of the time stamp, in nanoseconds
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+AHEAD = 64  # packets asked for ahead of time, per link
 NOTHING = -1  # stands for the dtype of a missing gradient
 
 
 class PeerLost(RuntimeError):
     """The other end of a message is gone; why is for the controller to find out."""
+
+
+class Packed(NamedTuple):
+    """A message ready to leave: its packet, and the tensors that follow it."""
+
+    packet: Tensor
+    rest: list[Tensor]
+    bytes: int
+
+
+class Asked(NamedTuple):
+    """A packet under way: the receive that it is for, its buffer, and the work to wait for."""
+
+    action: Action
+    packet: Tensor
+    work: Any
+
+
+class Arrived(NamedTuple):
+    """A message that is there: what it is, its tensors, and when its sender was done with it."""
+
+    action: Action
+    tensors: Tensors
+    left: float  # time.perf_counter, which all processes of a machine share
 
 
 class Transport:
@@ -43,40 +77,57 @@ class Transport:
         self.schedule = schedule
         self.device = device
         self.wire = device if backend == "nccl" else torch.device("cpu")
+        self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": dist.new_group()}
         self.sending: list[tuple[Any, Tensor]] = []  # work handles with the buffers they read
-        self.inbox: dict[int, queue.SimpleQueue[Any]] = {}
+        self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
 
-    def send(self, action: Action, tensors: Tensors) -> int:
-        """Start sending; returns the number of bytes. The buffers are kept until they have left."""
-        peer = peer_of(action, self.schedule)
+    def pack(self, send: Action, tensors: Tensors) -> Packed:
+        """Make a message of `tensors`, so that sending it later takes no time."""
         payload = [t.detach().to(self.wire).contiguous() for t in tensors if t is not None]
-        header = torch.tensor(write_header(message_of(action), tensors), device=self.wire)
-        self.sending = [(work, t) for work, t in self.sending if not work.is_completed()]
-        for part, tensor in enumerate([header, *payload]):
-            work = self._guard(dist.isend, tensor, peer, tag=self._tag(message_of(action), part))
-            self.sending.append((work, tensor))
-        return sum(t.numel() * t.element_size() for t in payload)
+        size = sum(t.numel() * t.element_size() for t in payload)
+        packet = torch.zeros(PACKET, dtype=torch.int64, device=self.wire)
+        header = write_header(message_of(send), tensors)
+        packet[: len(header)] = torch.tensor(header, device=self.wire)
+        if size > inline_room():
+            return Packed(packet, payload, size)
+        room = packet[HEADER:].view(torch.uint8)
+        at = 0
+        for tensor in payload:
+            raw = tensor.reshape(-1).view(torch.uint8)
+            room[at : at + len(raw)] = raw
+            at += len(raw)
+        return Packed(packet, [], size)
 
-    def receive(self, action: Action) -> Tensors:
-        """Wait for the message of `action`, and return its tensors, on this worker's device."""
+    def send(self, action: Action, message: Packed, left: float) -> None:
+        """Start sending what was done at `left`. The buffers are kept until they have gone."""
+        message.packet[LEFT] = int(left * 1e9)
+        peer = peer_of(action, self.schedule)
+        for part, tensor in enumerate([message.packet, *message.rest]):
+            tag = self._tag(message_of(action), part)
+            work = guarded(self._group(action).send, [tensor], peer, tag)
+            self.sending.append((work, tensor))
+        self.sending = [(work, t) for work, t in self.sending if not work.is_completed()]
+
+    def receive(self, action: Action) -> Arrived:
+        """Wait for the message of `action`; its tensors are on this worker's device."""
         peer = peer_of(action, self.schedule)
         if peer in self.inbox:
             message = self.inbox[peer].get()
         else:
-            message = self._take(action, peer)
+            message = self._take(self._ask(action, peer), peer)
         if isinstance(message, BaseException):
             raise message
-        came, tensors = message
-        if came != action:
-            raise ValueError(f"got {sender_of(came)} where {sender_of(action)} was due")
-        return tuple(t if t is None else t.to(self.device) for t in tensors)
+        if message.action != action:
+            raise ValueError(f"got {sender_of(message.action)} where {sender_of(action)} was due")
+        tensors = tuple(t if t is None else t.to(self.device) for t in message.tensors)
+        return message._replace(tensors=tensors)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for work, _ in self.sending:
-            self._guard(work.wait)
+            guarded(work.wait)
         self.sending = []
 
     def _start_inboxes(self, row: Sequence[Action]) -> None:
@@ -86,45 +137,84 @@ class Transport:
                 expected[peer_of(action, self.schedule)].append(action)
         for peer, actions in expected.items():
             self.inbox[peer] = queue.SimpleQueue()
-            threading.Thread(target=self._fill, args=(peer, actions), daemon=True).start()
+            asked = deque(self._ask(action, peer) for action in actions[:AHEAD])
+            more = iter(actions[AHEAD:])
+            thread = threading.Thread(target=self._fill, args=(peer, asked, more), daemon=True)
+            thread.start()
 
-    def _fill(self, peer: int, actions: list[Action]) -> None:
+    def _fill(self, peer: int, asked: deque[Asked], more: Iterator[Action]) -> None:
         try:
-            for action in actions:
-                self.inbox[peer].put(self._take(action, peer))
+            while asked:
+                self.inbox[peer].put(self._take(asked.popleft(), peer))
+                asked.extend(self._ask(action, peer) for action in itertools.islice(more, 1))
         except BaseException as error:  # handed to the worker, which waits for it
             self.inbox[peer].put(error)
 
-    def _take(self, action: Action, peer: int) -> tuple[Action, Tensors]:
-        header = torch.empty(HEADER, dtype=torch.int64, device=self.wire)
-        self._receive(header, peer, self._tag(action, 0))
-        came, shapes = read_header(header.tolist())
+    def _ask(self, action: Action, peer: int) -> Asked:
+        """Start receiving the packet of a message."""
+        packet = torch.empty(PACKET, dtype=torch.int64, device=self.wire)
+        return Asked(action, packet, self._receive(packet, action, peer, 0))
+
+    def _take(self, asked: Asked, peer: int) -> Arrived:
+        """Wait for a packet, and for the tensors that follow it."""
+        action, packet, work = asked
+        guarded(work.wait)
+        header = packet[:HEADER].tolist()
+        came, shapes = read_header(header)
+        room = packet[HEADER:].view(torch.uint8)
+        sizes = [size_of(shape) for shape in shapes]
+        inline = sum(sizes) <= inline_room()
         tensors: list[Tensor | None] = []
-        for dtype, shape in shapes:
-            if dtype is None:
+        part = 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            if shape is None:
                 tensors.append(None)
-                continue
-            tensor = torch.empty(shape, dtype=dtype, device=self.wire)
-            part = 1 + sum(t is not None for t in tensors)
-            self._receive(tensor, peer, self._tag(action, part))
-            tensors.append(tensor)
-        return came, tuple(tensors)
+            elif inline:
+                raw, room = room[:size].clone(), room[size:]
+                tensors.append(raw.view(shape.dtype).reshape(shape.dims))
+            else:
+                part += 1
+                tensor = torch.empty(shape.dims, dtype=shape.dtype, device=self.wire)
+                guarded(self._receive(tensor, action, peer, part).wait)
+                tensors.append(tensor)
+        return Arrived(came, tuple(tensors), header[LEFT] / 1e9)
 
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> None:
-        work = self._guard(dist.irecv, tensor, peer, tag=tag)
-        self._guard(work.wait)
+    def _receive(self, tensor: Tensor, action: Action, peer: int, part: int) -> Any:
+        return guarded(self._group(action).recv, [tensor], peer, self._tag(action, part))
 
-    def _guard(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            raise PeerLost(str(error).splitlines()[0]) from None
+    def _group(self, action: Action) -> Any:
+        return self.groups[action.kind[-1]]
 
     def _tag(self, receive: Action, part: int) -> int:
         """A number of its own for every part of every message."""
         kind = MESSAGE_KINDS.index(receive.kind)
         number = (receive.stage * self.schedule.microbatches + receive.microbatch) * 4 + kind
-        return number * 64 + part
+        return number * HEADER + part
+
+
+class Shape(NamedTuple):
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+
+def inline_room() -> int:
+    """Bytes of tensors that fit into a packet."""
+    return (PACKET - HEADER) * 8
+
+
+def size_of(shape: Shape | None) -> int:
+    """Bytes of a tensor of that shape."""
+    return 0 if shape is None else torch.Size(shape.dims).numel() * shape.dtype.itemsize
+
+
+def guarded(call: Callable[..., Any], *args: Any) -> Any:
+    """``call(*args)``, where a failure of the connection is told apart from other errors."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        raise PeerLost(str(error).splitlines()[0]) from None
 
 
 def write_header(receive: Action, tensors: Tensors) -> list[int]:
@@ -135,27 +225,29 @@ def write_header(receive: Action, tensors: Tensors) -> list[int]:
             numbers.append(NOTHING)
         elif tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise TypeError(f"cannot send a {tensor.dtype} tensor between stages: use {allowed}")
+            raise TypeError(
+                f"cannot send a {tensor.dtype} tensor between stages: dense {allowed} can be"
+            )
         else:
             numbers += [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    if len(numbers) > HEADER:
-        raise ValueError(f"{len(tensors)} tensors are too many for one message: pack them into fewer")
-    return numbers + [0] * (HEADER - len(numbers))
+    if len(numbers) > LEFT:
+        raise ValueError(
+            f"{len(tensors)} tensors are too many for one message: pack them into fewer"
+        )
+    return numbers
 
 
-def read_header(
-    numbers: Sequence[int],
-) -> tuple[Action, list[tuple[torch.dtype | None, tuple[int, ...]]]]:
-    """The inverse of `write_header`: the receive action, and (dtype, shape) of each tensor."""
+def read_header(numbers: Sequence[int]) -> tuple[Action, list[Shape | None]]:
+    """The inverse of `write_header`: the receive, and the shape of each tensor."""
     kind, stage, microbatch, count = numbers[:4]
     at = 4
-    shapes: list[tuple[torch.dtype | None, tuple[int, ...]]] = []
+    shapes: list[Shape | None] = []
     for _ in range(count):
         if numbers[at] == NOTHING:
-            shapes.append((None, ()))
+            shapes.append(None)
             at += 1
         else:
             dims = numbers[at + 1]
-            shapes.append((DTYPES[numbers[at]], tuple(numbers[at + 2 : at + 2 + dims])))
+            shapes.append(Shape(DTYPES[numbers[at]], tuple(numbers[at + 2 : at + 2 + dims])))
             at += 2 + dims
     return Action(MESSAGE_KINDS[kind], stage, microbatch), shapes

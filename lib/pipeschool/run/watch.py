@@ -42,12 +42,15 @@ class Watch:
         """One report per worker, or `RunError`; `RunStopped` for the stop button."""
         verdict_at: float | None = None
         workers = range(self.schedule.p)
-        total = sum(map(len, self.schedule.workers))
         try:
-            with tqdm(total=total, delay=2, leave=False, unit="action") as bar:
+            with tqdm(
+                total=sum(map(len, self.schedule.workers)), delay=2, leave=False, unit="action"
+            ) as bar:
                 while len(self.reports) < self.schedule.p:
                     self._listen()
-                    bar.update(sum(self.pool.board) - bar.n if min(self.pool.board) >= 0 else 0)
+                    moved = sum(self.pool.board) - bar.n
+                    if moved > 0:
+                        bar.update(moved)
                     now = time.monotonic()
                     if verdict_at is None and (self.dead or self.failures):
                         verdict_at = now + GRACE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,17 +18,18 @@ import torch
 import torch._dynamo  # optimizers import it at their first step; a forked worker has it at once
 import torch.distributed as dist
 
-from pipeschool.actions import Action
+from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing
 from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.stage import Stage, Tensors, describe
-from pipeschool.run.transport import PeerLost, Transport
+from pipeschool.run.transport import Packed, PeerLost, Transport
 from pipeschool.run.weights import StageWeights, Version
 from pipeschool.trace import Span
 from pipeschool.versions import policy_named
 
 NO_VERSION = Version(0, 1, {})
+TARDY = 5e-4  # seconds by which sleeping may overshoot and still count as in time
 
 
 class Worker:
@@ -43,9 +45,12 @@ class Worker:
         for index, module in job.modules.items():
             weights = StageWeights(module, job.optimizer, policy_named(job.schedule.weights))
             self.stages[index] = Stage(index, module, weights)
-        # What one action leaves for another on this worker, under the name of the send that
-        # takes it away, of the receive that brought it, or (no message needed) of the compute.
+        # What one action leaves for another on this worker: messages that came, under the name
+        # of their receive; messages to go, under that of their send; and what needs no message,
+        # because the neighbour stage is here too, under that of its compute.
         self.mail: dict[Action, Tensors] = {}
+        self.outbox: dict[Action, Packed] = {}
+        self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
         """Do one action, and note when it started and ended."""
@@ -59,11 +64,17 @@ class Worker:
             case "U":
                 version = self.stages[action.stage].weights.update(action)
             case "SEND_F" | "SEND_B":
-                size = self.transport.send(action, self.mail.pop(action))
+                message = self.outbox.pop(action)
+                self.transport.send(action, message, self.ready or start)
+                size = message.bytes
             case "RECV_F" | "RECV_B":
-                self.mail[action] = self.transport.receive(action)
-        self.keep_pace(action, start)
-        end = time.perf_counter()
+                message = self.transport.receive(action)
+                self.mail[action] = message.tensors
+                self.ready = max(self.ready, message.left)
+        if self.job.pace and action.kind in self.job.pace:
+            start, end = self.keep_pace(self.job.pace[action.kind][action.stage], start)
+        else:
+            end = time.perf_counter()
         span = Span(self.rank, action, start, end, version.number, version.held, size)
         (self.report.messages if action.is_message else self.report.spans).append(span)
 
@@ -111,20 +122,27 @@ class Worker:
 
     def hand_on(self, action: Action, tensors: Tensors) -> None:
         """Leave `tensors` for the send, or for the neighbour stage where it is on this worker."""
-        message = outgoing(action, self.job.schedule)
-        neighbour = action.stage + (1 if action.kind == "F" else -1)
-        self.mail[message[0] if message else action._replace(stage=neighbour)] = tensors
+        if message := outgoing(action, self.job.schedule):
+            self.outbox[message[0]] = self.transport.pack(message[0], tensors)
+        else:
+            neighbour = action.stage + (1 if action.kind == "F" else -1)
+            self.mail[action._replace(stage=neighbour)] = tensors
 
-    def keep_pace(self, action: Action, start: float) -> None:
-        """A paced action lasts as long as declared: wait for what is left of that time.
+    def keep_pace(self, seconds: float, start: float) -> tuple[float, float]:
+        """A paced action lasts as long as declared: wait for what is left; returns its span.
 
-        Sleeping overshoots by up to 0.1 ms, so the very end is waited out awake.
+        Its clock starts when this worker was free and the input had left its sender, as on a
+        device that starts by itself: what our processes need to pass a message on and get going
+        is part of the declared time. Where that is not enough, the action ends late, and its
+        span says so.
         """
-        if self.job.pace is None or action.kind not in self.job.pace:
-            return
-        until = start + self.job.pace[action.kind][action.stage]
+        begin = self.ready or start
+        until = begin + seconds
         while (left := until - time.perf_counter()) > 0:
-            time.sleep(left - 2e-4 if left > 3e-4 else 0)
+            time.sleep(left)
+        end = time.perf_counter()
+        self.ready = until if end - until < TARDY else end
+        return begin, self.ready
 
     def refuse_nan(self, action: Action, tensors: Tensors) -> None:
         """Where the caller asked for it: stop at the first number that is none."""
@@ -148,9 +166,17 @@ class Worker:
 
 
 def warm_up(device: torch.device) -> None:
-    """One tiny forward and backward, so that the first action does not pay for torch's start."""
-    x = torch.ones(2, 2, device=device, requires_grad=True)
-    torch.nn.functional.mse_loss(torch.tanh(x @ x), torch.zeros(2, 2, device=device)).backward()
+    """One tiny microbatch there and back, so that the first action does not pay for torch's start
+    and for the first touch of memory that a forked process shares."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).to(device)
+    weights = StageWeights(module, lambda p: torch.optim.SGD(p, lr=0.1), policy_named("stash"))
+    stage = Stage(1, module, weights)
+    for k in range(2):
+        (outputs,) = stage.forward(k, weights.use(F(1, k)), (torch.ones(2, 2, device=device),))
+        loss = torch.nn.functional.mse_loss(outputs, torch.zeros_like(outputs))
+        stage.in_flight[k] = stage.in_flight[k][0], (loss,)
+        stage.backward(k, weights.use(B(1, k)), (torch.ones_like(loss),))
+        weights.update(U(1, k))
 
 
 def main(
@@ -167,6 +193,7 @@ def main(
     action: Action | None = None
     try:
         torch.set_num_threads(1)
+        gc.freeze()
         job: Job = cloudpickle.loads(control.recv_bytes())
         threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
         device = torch.device(job.device)
