@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pipeschool.grade import unit01
 from pipeschool.grade.core import CheckFailed, check, register, seed
-from pipeschool.grade.learner import reveal, yours
+from pipeschool.grade.learner import reveal, tally, yours
+from pipeschool.grade.self_check import self_check
 
 register(unit01.EXERCISES)
 
-__all__ = ["CheckFailed", "check", "reveal", "seed", "yours"]
+__all__ = ["CheckFailed", "check", "reveal", "seed", "self_check", "tally", "unit01", "yours"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeschool.grade.core import exercise_of, passes
+
+WORDS = ("right", "wrong", "half")  # verdicts on a claim
 
 
 def yours(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,12 +23,20 @@ def yours(function: Callable[..., Any]) -> Callable[..., Any]:
     return exercise.reference
 
 
-def reveal(guess: float | str | None, truth: float | str, unit: str = "") -> None:
+def reveal(guess: float | None, truth: float, unit: str = "") -> None:
     """Print a prediction beside what was computed. Being wrong costs nothing here."""
-    shown = f"{truth:.4g}" if isinstance(truth, float) else str(truth)
-    shown += f" {unit}" if unit else ""
-    if guess is None or guess == "?":
-        print(f"Computed: {shown}. You have not predicted anything yet: a wrong guess, made before")
-        print("you look, teaches more than none. Write one above and run the cell again.")
+    shown = f"{truth:g} {unit}".strip()
+    if guess is None:
+        print(f"Computed: {shown}. (You wrote down no guess. Even a wrong one helps.)")
     else:
         print(f"You predicted {guess}. Computed: {shown}.")
+
+
+def tally(verdicts: Mapping[int, str], ours: Mapping[int, str]) -> None:
+    """Print the learner's verdicts on the claims of a unit beside pipeschool's own."""
+    print("claim   you     pipeschool")
+    for claim, verdict in ours.items():
+        said = verdicts.get(claim, "?")
+        print(f"{claim:>5}   {said:<7} {verdict if said in WORDS else '(judge first)'}")
+    agreed = sum(verdicts.get(claim) == verdict for claim, verdict in ours.items())
+    print(f"You agree on {agreed} of {len(ours)}. A verdict is one of: {', '.join(WORDS)}.")

@@ -1,0 +1,149 @@
+# %% [markdown]
+# # Start here
+#
+# In ten minutes you will have
+#
+# - started four real worker processes that train one model together,
+# - seen, in a chart of their own clocks, who worked when,
+# - checked that everything the course needs works on this machine.
+#
+# **You need** nothing but this notebook. No GPU, no cloud account, no download. Run a cell with Shift+Enter, from top to bottom.
+
+# %% [markdown]
+# ## The shop
+#
+# A tea shop has a line of four stations: take the order, brew the tea, add the toppings, seal the lid. A cup of tea moves down the line from station to station.
+#
+# A model that is too large for one device is cut up in the same way. Its layers become four *stages*, and each stage lives on a *worker* of its own. A small part of the training data, a *microbatch*, moves down the line like a cup. That is the *forward*. Then it has to come back up the line, from the last station to the first, and tell each one how to adjust its recipe. That is the *backward*.
+#
+# | in the shop | in training |
+# |---|---|
+# | station | stage, on a worker |
+# | cup | microbatch |
+# | down the line | forward |
+# | back up the line | backward |
+# | recipe card | weights |
+# | cups standing on the counter | activations kept in memory |
+#
+# Here is the model: four stages, each a small layer. Every stage says once in which process it works.
+
+# %%
+import os
+
+import pipeschool as ps
+import torch
+from torch import nn
+
+
+class Station(nn.Module):
+    """One stage of the model: a linear layer that says where it works."""
+
+    def __init__(self, job: str):
+        super().__init__()
+        self.job = job
+        self.layer = nn.Linear(16, 16)
+        self.greeted = False
+
+    def forward(self, cup: torch.Tensor) -> torch.Tensor:
+        if not self.greeted:
+            print(f"I {self.job}, in process {os.getpid()}")
+            self.greeted = True
+        return torch.tanh(self.layer(cup))
+
+
+torch.manual_seed(0)
+jobs = ["take the order", "brew the tea", "add the toppings", "seal the lid"]
+stages = [Station(job) for job in jobs]
+batch = (torch.randn(64, 16), torch.randn(64, 16))  # 64 samples: inputs and targets
+
+print(f"this notebook is process {os.getpid()}")
+
+# %% [markdown]
+# ## Four workers, one batch
+#
+# The next cell starts four processes. They get one stage each, and train on one batch of 64 samples, cut into 8 microbatches of 8. In which order does each worker do its forwards and backwards? That is called a *schedule*. This one is GPipe: first all forwards, then all backwards.
+#
+# Your machine may have fewer than four cores. So the stages are *paced*: each really computes and really sends its result to its neighbour, and then waits until 20 milliseconds are over for a forward, 40 for a backward. That way you see what four devices would do. A paced chart always says so.
+#
+# **Predict first.** A forward takes 20 ms and a backward 40 ms, and each worker does 8 of both. That is 480 ms of work per worker. Will the four of them be done after 480 ms?
+
+# %%
+result = ps.run(
+    ps.gpipe(p=4, m=8),  # 4 stages, 8 microbatches
+    stages,
+    [batch],
+    loss=nn.functional.mse_loss,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    pace=(0.02, 0.04),  # seconds of a forward, of a backward
+)
+print(f"done after {result.trace.makespan * 1000:.0f} ms; loss {sum(result.losses) / 8:.3f}")
+
+# %% [markdown]
+# Four lines came from four processes, and each has a number of its own. What a worker prints always reaches the cell that started it.
+#
+# Now the chart of what they did. Each row is a worker, each box an action, and the number in the box is the microbatch.
+
+# %%
+ps.draw.gantt(result.trace)
+
+# %% [markdown]
+# Look at the picture for a minute and answer for yourself:
+#
+# - Worker 3 starts late. What is it waiting for?
+# - Worker 0 has a long gap in the middle. What is it waiting for?
+# - The thin black line at the end of each row is the update of the weights. Why does it come last?
+#
+# <details>
+# <summary>Answers</summary>
+#
+# Worker 3 waits until the first microbatch has come through the three stages before it. Worker 0 is done with its forwards, and waits until the first microbatch has gone all the way down and come back. The update comes last because it needs the gradients of all eight microbatches.
+# </details>
+#
+# The grey gaps are the *bubble*. Everything in this course is about the bubble, and about what it costs to make it smaller.
+
+# %% [markdown]
+# ## Prediction against measurement
+#
+# A schedule is plain data, so it can also be simulated. The next cell predicts the chart without running anything, and puts the measured one below it.
+
+# %%
+predicted = ps.simulate(ps.gpipe(p=4, m=8), ps.Cost(forward=0.02, backward=0.04))
+ps.draw.compare(predicted, result.trace)
+
+# %% [markdown]
+# They should agree to within a few percent. You will write such a simulator yourself in unit 01. There you will also predict, before anything runs, how long the gaps are.
+#
+# **Try it.** Change `m=8` to `m=2` in the cell that calls `ps.run`, and run it and the chart again. Which part of the time is grey now?
+
+# %% [markdown]
+# ## Check your installation
+#
+# Each line below is `ok`, or it says what is wrong and how to mend it.
+
+# %%
+from pipeschool import grade
+
+grade.self_check()
+
+# %% [markdown]
+# ## Summary
+#
+# - A *stage* is a part of the model, a *worker* a process that holds one, a *microbatch* a part of the batch.
+# - A *schedule* says who does what in which order. The same schedule can be simulated, drawn, and run on real processes.
+# - The idle gaps in the chart are the *bubble*.
+#
+# ## Check yourself
+#
+# 1. Which of these moves between two workers in the forward: weights, activations, or gradients?
+# 2. Why are the stages in this notebook paced?
+# 3. What does a worker do during the bubble?
+#
+# <details>
+# <summary>Answers</summary>
+#
+# 1. Activations: what one stage returns is what the next one gets. Gradients travel the other way, in the backward. Weights stay where they are.
+# 2. So that a machine with few cores shows what one device per stage would do. The work and the messages are real, the lengths are declared.
+# 3. Nothing. It waits for a message from its neighbour.
+# </details>
+#
+# Next: [the synchronous bubble](../01_synchronous_bubble/synchronous_bubble.ipynb). Why are three of four workers idle, and what do microbatches buy?
