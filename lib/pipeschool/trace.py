@@ -46,12 +46,10 @@ class Trace:
 
     @cached_property
     def rows(self) -> list[list[Span]]:
-        """The spans of each worker, in order of time."""
+        """The spans of each worker, in the order in which it did them."""
         rows: list[list[Span]] = [[] for _ in range(self.p)]
         for span in self.spans:
             rows[span.worker].append(span)
-        for row in rows:
-            row.sort(key=lambda span: (span.start, span.end))
         return rows
 
     @property

@@ -27,7 +27,7 @@ def run(
     pace: Pace | None = None,
     device: str = "auto",
     engine: str = "pipeschool",
-    timeout: float = 4.0,
+    timeout: float = 3.0,
     nan_check: bool = False,
     seed: int = 0,
     update_stages: bool = False,

@@ -53,3 +53,6 @@ class RunError(RuntimeError):
 
 class RunStopped(KeyboardInterrupt):
     """The stop button, or Ctrl-C, ended the run."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from pipeschool.cost import Cost
 from pipeschool.lower import lower
 from pipeschool.run.job import Job, Report
 from pipeschool.run.microbatch import cut
+from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss
 from pipeschool.run.watch import Watch
@@ -93,7 +93,7 @@ def launch(
             )
             for worker in range(schedule.p)
         ]
-        packed = [cloudpickle.dumps(job) for job in jobs]
+        packed = [pack(job) for job in jobs]
         pool = Pool(schedule.p)
         try:
             for control, job in zip(pool.controls, packed, strict=True):
@@ -193,7 +193,9 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
     if len(stages) != schedule.stages:
-        raise ValueError(f"{schedule.name} has {schedule.stages} stages, but {len(stages)} modules came")
+        raise ValueError(
+            f"{schedule.name} has {schedule.stages} stages, but {len(stages)} modules came"
+        )
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} must be a torch.nn.Module, not {type(stage).__name__}")
@@ -205,7 +207,9 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
         raise ValueError(f"device must be one of auto, cpu, cuda, not {device!r}")
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
-        raise ValueError("device='cuda' needs a GPU that torch can use, and there is none: use 'cpu'")
+        raise ValueError(
+            "device='cuda' needs a GPU that torch can use, and there is none: use 'cpu'"
+        )
     if not gpus:
         return "gloo", ["cpu"] * p
     backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"

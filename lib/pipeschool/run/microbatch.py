@@ -23,7 +23,9 @@ def samples(value: Any) -> int:
     """The number of samples in a tensor or tuple of tensors; ValueError where they disagree."""
     sizes = {t.shape[0] if t.dim() else 0 for t in as_tensors(value, "a batch")}
     if len(sizes) != 1:
-        raise ValueError(f"the tensors of a batch differ in their first dimension: {describe(value)}")
+        raise ValueError(
+            f"the tensors of a batch differ in their first dimension: {describe(value)}"
+        )
     return sizes.pop()
 
 

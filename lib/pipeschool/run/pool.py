@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, Any
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
@@ -27,28 +27,33 @@ class Pool:
         context = multiprocessing.get_context("forkserver" if FORKSERVER else "spawn")
         if FORKSERVER:
             context.set_forkserver_preload(["pipeschool.run.worker"])
-        from pipeschool.run import worker
-
         self.board = context.RawArray("q", [-1] * p)  # per worker: the action under way
         self.controls: list[Connection] = []
         self.outputs: dict[Connection, Output] = {}
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        with blank_main():
-            for rank in range(p):
-                control, control_end = context.Pipe()
-                ends = [control_end]
-                for stream in ("stdout", "stderr") if POSIX else ():
-                    source, target = context.Pipe(duplex=False)
-                    self.outputs[source] = Output(rank, stream)
-                    ends.append(target)
-                process = context.Process(
-                    target=worker.main, args=(rank, self.board, *ends), daemon=True
-                )
-                self.controls.append(control)
-                self.processes.append(process)
-                process.start()
-                for end in ends:  # the worker has them now
-                    end.close()
+        try:
+            with blank_main():
+                for rank in range(p):
+                    self._start(context, rank)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, context: Any, rank: int) -> None:
+        from pipeschool.run import worker
+
+        control, control_end = context.Pipe()
+        self.controls.append(control)
+        ends = [control_end]
+        for stream in ("stdout", "stderr") if POSIX else ():
+            source, target = context.Pipe(duplex=False)
+            self.outputs[source] = Output(rank, stream)
+            ends.append(target)
+        process = context.Process(target=worker.main, args=(rank, self.board, *ends), daemon=True)
+        process.start()
+        self.processes.append(process)
+        for end in ends:  # the worker has them now
+            end.close()
 
     def show_output(self, source: Connection) -> None:
         """Pass on what a worker printed; forget the pipe once its worker has closed it."""

@@ -77,7 +77,9 @@ def as_tensors(value: Any, source: str) -> tuple[Tensor, ...]:
     items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for item in items:
         if not isinstance(item, Tensor):
-            raise TypeError(f"{source} must give a tensor or a tuple of tensors, not {describe(value)}")
+            raise TypeError(
+                f"{source} must give a tensor or a tuple of tensors, not {describe(value)}"
+            )
     return items
 
 

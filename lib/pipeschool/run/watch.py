@@ -10,7 +10,6 @@ import signal
 import time
 from multiprocessing.connection import Connection, wait
 
-import cloudpickle
 import psutil
 from tqdm.auto import tqdm
 
@@ -18,6 +17,7 @@ from pipeschool.actions import Action, Schedule
 from pipeschool.lower import peer_of
 from pipeschool.run.errors import RunError, RunStopped
 from pipeschool.run.job import Failure, Report
+from pipeschool.run.parcel import unpack
 from pipeschool.run.pool import Pool
 
 GRACE = 0.4  # seconds between the first sign of trouble and the verdict
@@ -83,7 +83,7 @@ class Watch:
 
     def _hear(self, worker: int, control: Connection) -> None:
         try:
-            answer = cloudpickle.loads(control.recv_bytes())
+            answer = unpack(control.recv_bytes())
         except (EOFError, OSError):
             self.dead.append(worker)
             return
@@ -113,7 +113,11 @@ class Watch:
         process = self.pool.processes[worker]
         process.join(1)
         code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with status {code}"
+        )
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         message = f"worker {worker} {how} {where}{self._waiting_for(worker)}"

@@ -13,7 +13,6 @@ from collections.abc import MutableSequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import cloudpickle
 import torch
 import torch._dynamo  # optimizers import it at their first step; a forked worker has it at once
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing
 from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
+from pipeschool.run.parcel import pack, unpack
 from pipeschool.run.stage import Stage, Tensors, describe
 from pipeschool.run.transport import Packed, PeerLost, Transport
 from pipeschool.run.weights import StageWeights, Version
@@ -179,9 +179,7 @@ def warm_up(device: torch.device) -> None:
         weights.update(U(1, k))
 
 
-def main(
-    rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection
-) -> None:
+def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection) -> None:
     """A worker process: get the job, find the others, do the row, report, wait to be ended.
 
     `board[rank]` always says which action of the row is under way, so that the controller can
@@ -194,7 +192,7 @@ def main(
     try:
         torch.set_num_threads(1)
         gc.freeze()
-        job: Job = cloudpickle.loads(control.recv_bytes())
+        job: Job = unpack(control.recv_bytes())
         threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
         device = torch.device(job.device)
         dist.init_process_group(
@@ -215,7 +213,7 @@ def main(
         answer = failure(action, error)
     sys.stdout.flush()
     sys.stderr.flush()
-    control.send_bytes(cloudpickle.dumps(answer))
+    control.send_bytes(pack(answer))
     threading.Event().wait()  # the peers may still be reading; the controller ends all at once
 
 
