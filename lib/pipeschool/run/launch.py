@@ -194,7 +194,8 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
         raise ValueError("stages must be a list of modules, one per stage")
     if len(stages) != schedule.stages:
         raise ValueError(
-            f"{schedule.name} has {schedule.stages} stages, but {len(stages)} modules came"
+            f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "
+            f"not {len(stages)}"
         )
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
@@ -207,9 +208,7 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
         raise ValueError(f"device must be one of auto, cpu, cuda, not {device!r}")
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
-        raise ValueError(
-            "device='cuda' needs a GPU that torch can use, and there is none: use 'cpu'"
-        )
+        raise ValueError("device='cuda' needs a GPU that torch can use; there is none: use 'cpu'")
     if not gpus:
         return "gloo", ["cpu"] * p
     backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"

@@ -24,7 +24,7 @@ def samples(value: Any) -> int:
     sizes = {t.shape[0] if t.dim() else 0 for t in as_tensors(value, "a batch")}
     if len(sizes) != 1:
         raise ValueError(
-            f"the tensors of a batch differ in their first dimension: {describe(value)}"
+            f"the tensors of a batch must agree in their first dimension, not {describe(value)}"
         )
     return sizes.pop()
 

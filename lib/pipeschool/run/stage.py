@@ -24,7 +24,9 @@ class Stage:
         self.weights = weights
         self.in_flight: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
 
-    def forward(self, microbatch: int, version: Version, inputs: Tensors) -> tuple[Tensor, ...]:
+    def forward(
+        self, microbatch: int, version: Version, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """The stage's outputs for `inputs`, kept for the backward.
 
         What came from another stage is cut off from that stage's graph (it has none here), and
