@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ class Job:
 
     schedule: Schedule  # lowered
     modules: dict[int, nn.Module]  # stage -> its layers
-    inputs: list[Tensors] | None  # one per microbatch; None unless the first stage is here
+    inputs: Sequence[Tensors] | None  # one per microbatch; None unless the first stage is here
     targets: list[Any] | None  # one per microbatch; None unless the last stage is here
     scales: list[float]  # weight of each microbatch's loss in the loss of its update
     loss: Loss

@@ -27,7 +27,7 @@ START_LIMIT = 60.0  # seconds until all workers must have begun
 
 
 class Watch:
-    """Waits for `pool` to finish `schedule` (lowered); `timeout` seconds without progress end it."""
+    """Waits for `pool` to do a lowered schedule; `timeout` seconds without progress end it."""
 
     def __init__(self, pool: Pool, schedule: Schedule, timeout: float):
         self.pool = pool

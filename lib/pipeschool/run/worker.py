@@ -68,9 +68,9 @@ class Worker:
                 self.transport.send(action, message, self.ready or start)
                 size = message.bytes
             case "RECV_F" | "RECV_B":
-                message = self.transport.receive(action)
-                self.mail[action] = message.tensors
-                self.ready = max(self.ready, message.left)
+                arrived = self.transport.receive(action)
+                self.mail[action] = arrived.tensors
+                self.ready = max(self.ready, arrived.left)
         if self.job.pace and action.kind in self.job.pace:
             start, end = self.keep_pace(self.job.pace[action.kind][action.stage], start)
         else:
@@ -82,7 +82,7 @@ class Worker:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
         stage, k = self.stages[action.stage], action.microbatch
         version = stage.weights.use(action)
-        inputs = self.take("RECV_F", action)
+        inputs = tuple(x for x in self.take("RECV_F", action) if x is not None)
         try:
             outputs: Tensors = stage.forward(k, version, inputs)
         except Exception as error:
@@ -205,9 +205,10 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         transport = Transport(rank, job.schedule, device, job.backend)
         worker = Worker(rank, job, transport)
         dist.barrier()
-        for board[rank], action in enumerate(job.schedule.workers[rank]):
+        for position, action in enumerate(job.schedule.workers[rank]):
+            board[rank] = position
             worker.do(action)
-        board[rank] += 1
+        board[rank] = len(job.schedule.workers[rank])
         answer: Report | Failure = worker.finish()
     except BaseException as error:
         answer = failure(action, error)
