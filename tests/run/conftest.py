@@ -1,0 +1,26 @@
+"""Shared by the tests that start real workers."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Every process below this one, except the two that multiprocessing keeps for its own use."""
+    keepers = ("multiprocessing.forkserver import", "multiprocessing.resource_tracker import")
+    found = []
+    for child in psutil.Process().children():
+        command = " ".join(child.cmdline())
+        if any(keeper in command for keeper in keepers):
+            found += child.children(recursive=True)
+        else:
+            found.append(child)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_orphans():
+    """No test may leave a worker behind."""
+    yield
+    assert worker_processes() == []
