@@ -12,6 +12,8 @@ def worker_processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         command = " ".join(child.cmdline())
+        if "ipykernel" in command:  # a notebook's kernel; its tests look below it themselves
+            continue
         if any(keeper in command for keeper in keepers):
             found += child.children(recursive=True)
         else:
