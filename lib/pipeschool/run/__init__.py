@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule
 from pipeschool.run.errors import RunError, RunStopped
+from pipeschool.run.pool import start_fork_server
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,6 +65,7 @@ def run(
         )
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+    start_fork_server()  # it imports torch while we do
     import torch
 
     from pipeschool.run.launch import launch

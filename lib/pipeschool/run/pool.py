@@ -18,15 +18,34 @@ from typing import IO, Any
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
+if FORKSERVER:
+    from multiprocessing import forkserver
+
+
+def start_fork_server() -> Any:
+    """Let the fork server start importing, and return the context that makes processes.
+
+    It takes seconds the first time, so a caller who has torch to import itself can do both at once.
+    """
+    context: Any = multiprocessing.get_context("forkserver" if FORKSERVER else "spawn")
+    if FORKSERVER:
+        context.set_forkserver_preload(["pipeschool.run.worker"])
+        forkserver.ensure_running()
+    return context
+
+
+def be_worker(*args: Any) -> None:
+    """What a worker process does. Only workers import it: it is heavy, and they have it already."""
+    from pipeschool.run.worker import main
+
+    main(*args)
 
 
 class Pool:
     """`p` worker processes, with a control pipe each and a board that all can read."""
 
     def __init__(self, p: int):
-        context = multiprocessing.get_context("forkserver" if FORKSERVER else "spawn")
-        if FORKSERVER:
-            context.set_forkserver_preload(["pipeschool.run.worker"])
+        context = start_fork_server()
         self.board = context.RawArray("q", [-1] * p)  # per worker: the action under way
         self.controls: list[Connection] = []
         self.outputs: dict[Connection, Output] = {}
@@ -40,8 +59,6 @@ class Pool:
             raise
 
     def _start(self, context: Any, rank: int) -> None:
-        from pipeschool.run import worker
-
         control, control_end = context.Pipe()
         self.controls.append(control)
         ends = [control_end]
@@ -49,7 +66,7 @@ class Pool:
             source, target = context.Pipe(duplex=False)
             self.outputs[source] = Output(rank, stream)
             ends.append(target)
-        process = context.Process(target=worker.main, args=(rank, self.board, *ends), daemon=True)
+        process = context.Process(target=be_worker, args=(rank, self.board, *ends), daemon=True)
         process.start()
         self.processes.append(process)
         for end in ends:  # the worker has them now
