@@ -238,9 +238,9 @@ def loss_gradient(outputs: Value, microbatch: int) -> Value:
     return record("loss", outputs, microbatch)
 
 
-def update(weights: Value, gradients: Iterable[Value]) -> Value:
+def update(number: int, weights: Value, gradients: Iterable[Value]) -> Value:
     """New weights. Gradients are summed: their order does not matter."""
-    return record("update", weights, frozenset(gradients))
+    return record("update", number, weights, frozenset(gradients))
 
 
 def weights_in_one_process(
@@ -266,7 +266,8 @@ def weights_in_one_process(
             gradients[stage].append(weight_gradient(saved[stage], gradient))
             gradient = input_gradient(saved[stage], gradient)
             if len(gradients[stage]) == updates_every:
-                weights[stage].append(update(weights[stage][-1], gradients[stage]))
+                old = weights[stage]
+                old.append(update(len(old) - 1, old[-1], gradients[stage]))
                 gradients[stage] = []
     return tuple(versions[-1] for versions in weights)
 
@@ -423,5 +424,5 @@ class Machine:
         elif kind == "U":
             ready = [name for name in tensors if name[:2] == ("gradient", stage)]
             gradients = [tensors.pop(name) for name in ready]
-            tensors["weights", stage] = update(tensors["weights", stage], gradients)
+            tensors["weights", stage] = update(k, tensors["weights", stage], gradients)
         return None

@@ -44,8 +44,8 @@ class IllegalSchedule(ValueError):
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch of `action`, or None."""
-        return None if self.action is None else self.action.microbatch
+        """The microbatch of `action`; None where there is none, as in an update."""
+        return None if self.action is None or self.action.kind == "U" else self.action.microbatch
 
 
 class Action(NamedTuple):
@@ -219,7 +219,7 @@ Action(kind='U', stage=1, microbatch=0))
         """
         p, m = whole_number("p", p), whole_number("m", m)
         batches = whole_number("batches", batches)
-        label = name or getattr(order, "__name__", "my order")
+        label = str(name or getattr(order, "__name__", "my order"))
         stream = 1 if weights == "flush" else batches
         rows = [_as_row(order(worker, p, m * stream), label, worker) for worker in range(p)]
         if not any(action.kind == "U" for row in rows for action in row):

@@ -13,7 +13,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from pipeschool.actions import COMPUTE_KINDS, KINDS, Action, IllegalSchedule, Schedule
+from pipeschool.actions import (
+    COMPUTE_KINDS,
+    KINDS,
+    MESSAGE_KINDS,
+    Action,
+    IllegalSchedule,
+    Schedule,
+)
 from pipeschool.cost import number
 from pipeschool.lower import handovers, lower
 
@@ -50,6 +57,8 @@ def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tu
         raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
     _check_placement(schedule)
     _check_complete(schedule)
+    if schedule.lowered:
+        _check_messages(schedule)
     needs = _needs_from_own_row(schedule)
     for worker, row in enumerate(schedule.workers):
         _check_row(worker, row, needs)
@@ -150,34 +159,33 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each compute action and each message once, and nothing else.
+    """Each compute action once.
 
     Counting settles it: where all actions differ and their microbatches are in range, as many as
     there are microbatches are all of them. Only a wrong count makes us look for the action.
     """
-    everything = range(schedule.microbatches)
-    messages: dict[int, list[KindAndStage]] = defaultdict(list)
-    if schedule.lowered:
-        gives, takes = _crossings(schedule)
-        for kind, stage in (*gives, *takes):
-            messages[schedule.placement[stage]].append((kind, stage))
     for worker, row in enumerate(schedule.workers):
         _check_distinct(schedule, worker, row)
         counts = Counter(map(_KIND_AND_STAGE, row))
-        due = list(messages[worker])
         for stage in schedule.stages_of(worker):
-            due.append(("F", stage))
+            _check_all(schedule, worker, "F", stage, counts)
             if counts["I", stage] or counts["W", stage]:
                 _check_halves(schedule, worker, stage)
             else:
-                due.append(("B", stage))
+                _check_all(schedule, worker, "B", stage, counts)
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Each message that is needed once, and no other."""
+    gives, takes = _crossings(schedule)
+    due = dict.fromkeys([*gives, *takes])
+    for worker, row in enumerate(schedule.workers):
+        counts = Counter(map(_KIND_AND_STAGE, row))
         for kind, stage in due:
-            if counts[kind, stage] != len(everything):
-                listed = set(row)
-                missing = (Action(kind, stage, k) for k in everything)
-                raise _never(worker, next(action for action in missing if action not in listed))
+            if schedule.placement[stage] == worker:
+                _check_all(schedule, worker, kind, stage, counts)
         for kind, stage in counts:
-            if "_" in kind and (kind, stage) not in due:
+            if kind in MESSAGE_KINDS and (kind, stage) not in due:
                 action = _first(row, kind, stage)
                 raise IllegalSchedule(
                     f"worker {worker} does {action.describe()}, but there is nobody at its other "
@@ -185,6 +193,16 @@ def _check_complete(schedule: Schedule) -> None:
                     worker,
                     action,
                 )
+
+
+def _check_all(
+    schedule: Schedule, worker: int, kind: str, stage: int, counts: Counter[KindAndStage]
+) -> None:
+    """`kind` on `stage` is there for every microbatch."""
+    if counts[kind, stage] != schedule.microbatches:
+        listed = set(schedule.workers[worker])
+        every = (Action(kind, stage, k) for k in range(schedule.microbatches))
+        raise _never(worker, next(action for action in every if action not in listed))
 
 
 def _check_distinct(schedule: Schedule, worker: int, row: Sequence[Action]) -> None:
