@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeschool.actions import Schedule
@@ -115,10 +115,8 @@ def number(name: str, value: object, positive: bool = False, infinite: bool = Fa
 
 def _numbers(name: str, value: object, positive: bool) -> float | tuple[float, ...]:
     """`value` as a float, or as floats where it is a list, a tuple or an array of numbers."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return number(name, value, positive)
-    try:
-        items = tuple(value)
-    except TypeError:  # an array of no dimension says that it is iterable, and is not
-        return number(name, value, positive)
-    return tuple(number(name, item, positive) for item in items)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(number(name, item, positive) for item in value)
+    return number(name, value, positive)
