@@ -159,13 +159,16 @@ def _run(args: argparse.Namespace) -> None:
 
 def _lab(args: argparse.Namespace) -> None:
     course = _find_course()
+    os.chdir(course.parent)  # nbgrader looks for its settings in the working directory
     # In this very process: to end it is to end the server.
     from jupyterlab.labapp import LabApp  # type: ignore[import-untyped]
 
     words = [
         f"--ServerApp.root_dir={course}",
         "--ServerApp.answer_yes=True",  # Ctrl-C ends it, without a question
-        "--ServerApp.log_level=WARN",  # still prints the address
+        "--Application.log_level=WARN",  # still prints the address
+        # Formgrader wants to be served from the folder above the course, and says so every time.
+        "--ServerApp.jpserver_extensions=nbgrader.server_extensions.formgrader=False",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
@@ -175,6 +178,7 @@ def _lab(args: argparse.Namespace) -> None:
         words.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         words.append("--allow-root")  # in a container everybody is root
+    print("The course opens in your browser, or at the address below; Ctrl-C ends it.", flush=True)
     LabApp.launch_instance(words)
 
 

@@ -115,7 +115,7 @@ def compare(predicted: Trace, measured: Trace) -> Chart:
     else:
         note = f", one unit drawn as {stretch * factor:.3g} {unit}"
     predicted = _stretched(predicted, stretch)
-    gap = measured.makespan - predicted.makespan
+    gap = round(measured.makespan - predicted.makespan, 9) + 0.0  # never -0.0
     share = f" ({gap / predicted.makespan:+.1%})" if predicted.makespan else ""
     titles = [
         f"{title(predicted)}\nmakespan {predicted.makespan * factor:.4g} {unit}{note}",
