@@ -322,7 +322,7 @@ def _port(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pipeschool", description="Pipeline-parallel training, step by step.")
-    parser.add_argument("--version", action="version", version=ps.__version__)
+    parser.add_argument("-V", "--version", action="version", version=ps.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     pipeline = _Parser(add_help=False)
@@ -355,30 +355,32 @@ def _parser() -> argparse.ArgumentParser:
         new.set_defaults(command=function)
         return new
 
-    lab = command("lab", _lab, "JupyterLab on the course")
+    lab = command("lab", _lab, "open the course in JupyterLab")
     lab.add_argument("--port", type=_port, help="where to serve it (default: the first free one)")
     lab.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
 
-    command("schedules", _schedules, "the schedules there are")
+    command("schedules", _schedules, "list the schedules there are")
 
-    show = command("show", _show, "a chart in the terminal", pipeline, costs)
+    show = command("show", _show, "draw a chart in the terminal", pipeline, costs)
     show.add_argument("--png", metavar="FILE", help="also draw it into this file")
     show.add_argument("--csv", metavar="FILE", help="also write PyTorch's schedule CSV")
 
-    simulate = command("simulate", _simulate, "how long, how idle, how full", pipeline, costs)
+    simulate = command("simulate", _simulate, "tell how long, how idle, how full", pipeline, costs)
     simulate.add_argument("--json", action="store_true", help="one JSON object")
 
-    run = command("run", _run, "on real worker processes", pipeline)
+    run = command("run", _run, "run on real worker processes", pipeline)
     run.add_argument("--pace", type=_pace, metavar="F,B", help="declared seconds of each action")
     run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    run.add_argument("--layers", type=_positive, help="of the model (default: p, 8 at least)")
-    run.add_argument("--hidden", type=_positive, default=32, help="width (default: 32)")
-    run.add_argument("--batch-size", type=_positive, help="samples in a batch (default: 4 m)")
+    run.add_argument(
+        "--layers", type=_positive, help="layers of the model (default: p, at least 8)"
+    )
+    run.add_argument("--hidden", type=_positive, default=32, help="width of a layer (default: 32)")
+    run.add_argument("--batch-size", type=_positive, help="samples in a batch (default: 4m)")
     run.add_argument("--png", metavar="FILE", help="draw prediction and measurement")
     run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     run.add_argument("--json", action="store_true", help="one JSON object")
 
-    check = command("check", _check, "is this schedule CSV legal and free of deadlock?")
+    check = command("check", _check, "tell whether a schedule CSV is legal")
     check.add_argument("file", metavar="FILE.csv")
     check.add_argument("-p", type=_positive, help="stages it must have")
     check.add_argument("-m", type=_positive, help="microbatches it must have")
