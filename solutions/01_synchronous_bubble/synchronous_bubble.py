@@ -391,7 +391,7 @@ ps.draw.compare(predicted_slow, measured_slow.trace)
 # %% [markdown]
 # ## 5. The bubble
 #
-# Go back to the even line. The time in which a worker waits is the *bubble*. Look at the corners of the GPipe chart: worker $s$ waits for $s$ forwards until its first microbatch arrives, and after its last forward for the backwards to come back up. Every worker works $m\,(t_F + t_B)$ seconds, out of a makespan of $(m + p - 1)(t_F + t_B)$. What is left over is the same for every worker:
+# Go back to the even line. The time in which a worker waits is the *bubble*. Look at the corners of the GPipe chart: worker $s$ waits for $s$ forwards until its first microbatch arrives, then after its last forward for the first backward to come back up, and at the end for the others to finish. Every worker works $m\,(t_F + t_B)$ seconds, out of a makespan of $(m + p - 1)(t_F + t_B)$. What is left over is the same for every worker:
 #
 # $$\text{bubble} = (p - 1)\,(t_F + t_B)$$
 #
@@ -573,7 +573,7 @@ for p in (2, 4, 8, 16, 32):
     print(f"{p:>3}{enough(p, 0.2):>26}{enough(p, 0.2) / p:>22.2f}")
 
 # %% [markdown]
-# Look at the last column: it creeps up to 4 from below. This is where the rule of thumb "start with $m = 4p$" comes from. In practice very small microbatches also use a device badly, and every message costs time. Unit 05 measures that.
+# Look at the last column: it creeps up to 4 from below. So the rule of thumb "start with $m = 4p$" is a fair one: it always meets a fifth. In practice very small microbatches also use a device badly, and every message costs time. Unit 05 measures that.
 
 # %% [markdown]
 # ## 8. The claims lab
@@ -712,7 +712,7 @@ print("\nIs there a message that is not between neighbours?")
 #
 # ### Claim 7
 #
-# > Without microbatches, eight stages are hardly faster than two. With many of them, they come close to four times as fast.
+# > Without microbatches, eight stages are hardly faster than two. With 32 of them, eight stages are more than three times as fast as two.
 #
 # This one comes with measurements. Table 2 of the GPipe paper gives the speed of a Transformer on $K$ accelerators with $M$ microbatches, relative to $K = 2$, $M = 1$. Our simulator knows nothing of their machines, so compare the shape and not the digits. The batch and the model stay the same: with $K$ stages each has $1/K$ of the work, with $M$ microbatches each has $1/M$ of it.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pipeschool.grade import unit01
 from pipeschool.grade.core import CheckFailed, check, register, seed
+from pipeschool.grade.installation import self_check
 from pipeschool.grade.learner import reveal, tally, yours
-from pipeschool.grade.self_check import self_check
 
 register(unit01.EXERCISES)
 

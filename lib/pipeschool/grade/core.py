@@ -7,10 +7,10 @@ draws new ones from a seed. Cases come in increasing size, so that the first tha
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isclose
 from random import Random
 from typing import Any
 
@@ -121,7 +121,8 @@ def check(function: Callable[..., Any], points: float, seed: object = None) -> f
             print(f"(It also printed {answer.printed_lines} lines, which are not shown here.)")
         return float(points)
     earned = points * sum(part.share for part in right) / sum(p.share for p in exercise.parts)
-    print(_report(exercise, right, wrong, f"{earned:.3g} of {points:g} points"))
+    new = "" if seed is None else ", new cases included"
+    print(_report(exercise, right, wrong, f"{earned:.3g} of {points:g} points{new}"))
     return round(float(earned), 2)
 
 
@@ -156,7 +157,7 @@ def same(expected: Any, got: Any) -> bool:
     if isinstance(expected, dict):
         return expected.keys() == got.keys() and all(same(expected[k], got[k]) for k in expected)
     if isinstance(expected, float) or isinstance(got, float):
-        return math.isclose(expected, got, rel_tol=1e-6, abs_tol=1e-9)
+        return isclose(expected, got, rel_tol=1e-6, abs_tol=1e-9)
     return bool(expected == got)
 
 

@@ -7,10 +7,10 @@ everything gets nowhere.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from math import isfinite, nan
+from operator import index
 from typing import Any
 
 from pipeschool.actions import KINDS, Action
@@ -62,7 +62,7 @@ def whole_number(value: object) -> int:
     try:
         if not isinstance(value, (bool, str)):
             exact = float(value)  # type: ignore[arg-type]
-            return int(exact) if exact.is_integer() else int(operator.index(value))  # type: ignore
+            return int(exact) if exact.is_integer() else int(index(value))  # type: ignore
     except (TypeError, ValueError, OverflowError):
         pass
     raise Wrong("a whole number", described(value))
@@ -71,10 +71,10 @@ def whole_number(value: object) -> int:
 def number(value: object) -> float:
     """A float that is neither NaN nor infinite."""
     try:
-        exact = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore
+        exact = nan if isinstance(value, (bool, str)) else float(value)  # type: ignore
     except (TypeError, ValueError, OverflowError):
-        exact = math.nan
-    if not math.isfinite(exact):
+        exact = nan
+    if not isfinite(exact):
         raise Wrong("a number", described(value))
     return exact
 
