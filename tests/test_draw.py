@@ -131,7 +131,9 @@ def luminance(colour: str) -> float:
         (draw.COLOURS["F"], "black", 4.5),  # and for text
         ("white", draw.COLOURS["B"], 4.5),
         ("white", draw.COLOURS["I"], 4.5),
-        ("white", draw.COLOURS["W"], 4.5),
+        (draw.COLOURS["W"], "black", 4.5),
+        (draw.COLOURS["W"], draw.COLOURS["I"], 1.7),  # two halves, told apart by their place too
+        (draw.COLOURS["F"], draw.COLOURS["W"], 1.7),
     ],
 )
 def test_contrast_is_enough_without_colour(light: str, dark: str, ratio: float) -> None:

@@ -34,8 +34,9 @@ from matplotlib.patches import Patch  # noqa: E402
 from pipeschool.text import summary, time_unit, title  # noqa: E402
 from pipeschool.trace import Span, Trace  # noqa: E402
 
-# Blue against orange survives every common colour blindness, light against dark a grey print.
-COLOURS = {"F": "#93c9f0", "B": "#a23b00", "I": "#a23b00", "W": "#4d6b3c", "U": "black"}
+# Blue against orange survives every common colour blindness, light against dark a grey print. The
+# halves of a split backward are as dark as the whole, and half-way.
+COLOURS = {"F": "#93c9f0", "B": "#a23b00", "I": "#a23b00", "W": "#5fa04e", "U": "black"}
 NAMES = {
     "F": "forward",
     "B": "backward",
@@ -247,17 +248,14 @@ def _draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
             edge, line = colour, 1.2 if len(spans) <= 50 * trace.p else 0.3
         else:
             edge, line = "white", min(0.8, typical / 10)
-        hatch = "////" if kind == "I" else None
         axes.add_collection(
-            PolyCollection(
-                boxes, facecolor=colour, edgecolor=edge, lw=line, hatch=hatch, clip_on=False
-            )
+            PolyCollection(boxes, facecolor=colour, edgecolor=edge, lw=line, clip_on=False)
         )
         digits = max(len(str(span.action.microbatch)) for span in spans)
         size = min(9, tallest, typical / (0.85 * digits))
         if kind == "U" or size < SMALLEST:
             continue
-        ink = "black" if kind == "F" else "white"
+        ink = "black" if kind in ("F", "W") else "white"
         for (left, right), span in zip(ends, spans, strict=True):
             number = str(span.action.microbatch)
             if (right - left) * points >= 0.62 * size * len(number):
@@ -321,7 +319,6 @@ def _house_style() -> Iterator[None]:
         "ytick.color": "black",
         "xtick.labelcolor": "black",
         "ytick.labelcolor": "black",
-        "hatch.linewidth": 0.5,
     }
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
