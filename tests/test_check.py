@@ -179,13 +179,21 @@ def test_deadlock_of_a_lowered_schedule_names_the_messages() -> None:
     assert names_it_all(error)
 
 
-def test_deadlock_leaves_out_those_who_wait_only_for_the_circle() -> None:
-    # Workers 0 and 1 are in the circle; worker 2 waits for them and is not to blame.
-    error = refused(
-        schedule_of("0F0 0B0 0F1 0B1 0U0", "1F0 1F1 1B0 1B1 1U0", "2F1 2F0 2B0 2B1 2U0")
-    )
-    assert "worker 2" not in str(error)
+@pytest.mark.parametrize(
+    ("rows", "bystander"),
+    [
+        (("0F0 0B0 0F1 0B1 0U0", "1F0 1F1 1B0 1B1 1U0", "2F1 2F0 2B0 2B1 2U0"), 2),
+        (("0F0 0F1 0B0 0B1 0U0", "1F0 1B0 1F1 1B1 1U0", "2F0 2F1 2B0 2B1 2U0"), 0),
+    ],
+)
+def test_deadlock_leaves_out_those_who_wait_only_for_the_circle(
+    rows: tuple[str, ...], bystander: int
+) -> None:
+    error = refused(schedule_of(*rows))
     assert str(error).count("waits") == 2
+    assert f"worker {bystander}" not in str(error)
+    assert error.worker != bystander
+    assert names_it_all(error)
 
 
 def test_a_split_backward_in_a_deadlock_is_called_by_its_half() -> None:

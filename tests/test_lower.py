@@ -139,15 +139,15 @@ def test_an_input_gradient_is_sent_before_the_weight_half() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        [F(0, 0), F(0, 0), B(0, 0)],  # twice
-        [F(0, 0), F(0, 7), B(0, 0)],  # out of range
-        [B(0, 0)],  # missing
+        [F(0, 0), F(0, 0), F(0, 1), B(0, 0), B(0, 1)],  # twice
+        [F(0, 0), F(0, 1), F(0, 7), B(0, 0), B(0, 1)],  # out of range
+        [F(0, 1), B(0, 0), B(0, 1)],  # missing
     ],
     ids=str,
 )
 def test_what_is_illegal_stays_for_the_check_to_name(row: list[Action]) -> None:
     schedule = Schedule.from_workers(
-        lambda worker, p, m: [F(1, 0), B(1, 0)] if worker else row, p=2, m=1
+        lambda worker, p, m: [F(1, 0), F(1, 1), B(1, 0), B(1, 1)] if worker else row, p=2, m=2
     )
     with pytest.raises(ps.IllegalSchedule) as bare:
         ps.check(schedule)
