@@ -126,9 +126,7 @@ class Trace:
         ]
         for worker in range(self.p):
             args = {"name": f"worker {worker}"}
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": args}
-            )
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": args})
         for span in (*self.spans, *self.messages):
             events.append(
                 {
