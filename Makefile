@@ -26,7 +26,7 @@ lint: $(READY) ## check style, types and which module may import which
 	@$(BIN)/python -m pytest -q tests/test_floors.py
 
 course: $(READY) ## rebuild the notebooks from solutions/*/*.py
-	@$(BIN)/python -m pipeschool.build
+	@$(BIN)/python -m pipeschool.publish
 
 clean: ## remove the environment and all caches (keeps your work and grading/)
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist lib/*.egg-info

@@ -1,4 +1,4 @@
-"""Build the notebooks: ``python -m pipeschool.build [--check]``.
+"""Build the notebooks: ``python -m pipeschool.publish [--check]``.
 
 ``solutions/NN_topic/topic.py`` (jupytext's percent format) is the one source. From it come
 ``solutions/NN_topic/topic.ipynb``, for instructors, and, through nbgrader as `nbgrader_config.py`
@@ -127,7 +127,7 @@ def drift(root: Path, built: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Build, or with ``--check`` say what a build would change. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pipeschool.build", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="pipeschool.publish", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 on drift")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where solutions/ lies")
     options = parser.parse_args(arguments)

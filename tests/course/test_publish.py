@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from pipeschool import publish
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# Not `import pipeschool.build`: that would put the module in the place of the function `ps.build`
-# for all other tests. It is meant to be run, with `python -m`.
-_spec = importlib.util.spec_from_file_location("build", ROOT / "lib" / "pipeschool" / "build.py")
-build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(build)
 
 UNIT = '''# %% [markdown]
 # # A unit
@@ -50,7 +44,7 @@ def built(tmp_path_factory):
     unit.mkdir(parents=True)
     (unit / "doubling.py").write_text(UNIT, encoding="utf-8")
     (unit / "picture.png").write_bytes(b"a picture")
-    shutil.copy(ROOT / build.CONFIG, root)
+    shutil.copy(ROOT / publish.CONFIG, root)
     assert run(root) == 0
     return root
 
@@ -62,7 +56,7 @@ def project(built, tmp_path):
 
 
 def run(root, *options):
-    return build.main(["--root", str(root), *options])
+    return publish.main(["--root", str(root), *options])
 
 
 def notebook(root, where):
@@ -77,7 +71,7 @@ def test_committed_notebooks_agree_with_their_sources(capsys):
 
 
 def test_a_build_is_the_same_every_time(project, capsys):
-    first = {name: (project / name).read_bytes() for name in build.built_files(project)}
+    first = {name: (project / name).read_bytes() for name in publish.built_files(project)}
     assert {str(name) for name in first} == {
         "course/09_doubling/doubling.ipynb",
         "course/09_doubling/picture.png",
@@ -85,7 +79,7 @@ def test_a_build_is_the_same_every_time(project, capsys):
     }
     shutil.rmtree(project / "course")
     assert run(project) == 0
-    assert {name: (project / name).read_bytes() for name in build.built_files(project)} == first
+    assert {name: (project / name).read_bytes() for name in publish.built_files(project)} == first
     capsys.readouterr()
     assert run(project, "--check") == 0
     assert capsys.readouterr().out.startswith("nothing to do")
@@ -134,7 +128,7 @@ def test_nbgrader_metadata_and_ids_come_from_the_source(built):
 def test_nothing_in_a_notebook_depends_on_the_machine(built):
     for where in ("solutions", "course"):
         found = notebook(built, where)
-        assert found["metadata"] == build.KERNEL
+        assert found["metadata"] == publish.KERNEL
         assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
         for cell in found["cells"]:
             assert not cell.get("outputs") and cell.get("execution_count") is None
@@ -156,6 +150,6 @@ def test_a_source_that_cannot_be_built_is_named(project, capsys, text, sentence)
 
 def test_a_project_without_units_is_refused(tmp_path, capsys):
     (tmp_path / "solutions").mkdir()
-    shutil.copy(ROOT / build.CONFIG, tmp_path)
+    shutil.copy(ROOT / publish.CONFIG, tmp_path)
     assert run(tmp_path) == 2
     assert "there is no solutions/NN_topic/topic.py" in capsys.readouterr().err
