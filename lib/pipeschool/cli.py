@@ -24,6 +24,7 @@ from pipeschool.lower import lower
 from pipeschool.run import RunError
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
+from pipeschool.run.pool import start_fork_server
 from pipeschool.versions import POLICIES, policy_named
 
 METRICS = (  # name in JSON, name for people, what it is counted in
@@ -101,6 +102,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     schedule = _schedule(args)
+    start_fork_server()  # it imports torch while we do
     import torch
 
     from pipeschool.partition import split_layers

@@ -34,10 +34,12 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
 ]
 
-# A learner's JupyterLab, but it never saves over the committed notebook and asks for no news.
+# A learner's JupyterLab, but it never saves over the committed notebook, asks for no news, and
+# keeps in the page the cells that are off the screen.
 LAB_SETTINGS = {
     "docmanager-extension/plugin": {"autosave": False},
     "apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false"},
+    "notebook-extension/tracker": {"windowingMode": "none"},
 }
 
 # What a person sees. JupyterLab shows a traceback as it shows stderr, in red: a learner's first
@@ -74,7 +76,7 @@ def home(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     for name, values in LAB_SETTINGS.items():
         file = home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
     return home
 
@@ -157,7 +159,7 @@ def run_all_cells(page: Page, url: str, path: str) -> None:
     idle.wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_function(FINISHED, timeout=180_000)
+    page.wait_for_function(FINISHED, polling=200, timeout=180_000)
     idle.wait_for(timeout=60_000)
 
 
@@ -181,8 +183,10 @@ def test_start_here_runs_in_a_browser(
     before = NOTEBOOK.read_bytes()
 
     with browser_page(chromium, tmp_path / "profile") as page:
-        run_all_cells(page, lab_url, NOTEBOOK.relative_to(ROOT / "course").as_posix())
-        save_screenshot(page, tmp_path / "start_here.png")
+        try:
+            run_all_cells(page, lab_url, NOTEBOOK.relative_to(ROOT / "course").as_posix())
+        finally:
+            save_screenshot(page, tmp_path / "start_here.png")
         seen = page.evaluate(LOOK)
 
     assert not seen["red"], "\n".join(seen["red"])

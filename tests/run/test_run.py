@@ -268,6 +268,10 @@ LEGAL = ps.gpipe(p=2, m=2)
         ({"weights": "fresh"}, "there is no weight policy 'fresh'; choose one of flush, stash"),
         ({"weights": "stash"}, "gpipe is synchronous and needs weights='flush', not 'stash'"),
         ({"timeout": 0}, "timeout must be above 0 seconds, not 0"),
+        (
+            {"schedule": ps.gpipe(p=65, m=1), "stages": [nn.Identity()] * 65},
+            "a run may have at most 64 workers, not 65",
+        ),
         ({"schedule": "gpipe"}, "schedule must be a pipeschool Schedule.*not str"),
         (
             {"schedule": ps.pipedream(p=2, m=2, batches=2)},

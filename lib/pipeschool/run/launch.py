@@ -26,6 +26,7 @@ from pipeschool.run.weights import MakeOptimizer
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import policy_named
 
+MOST_WORKERS = 64  # processes on one machine
 Pace = tuple[float | Sequence[float], float | Sequence[float]]
 
 
@@ -70,6 +71,8 @@ def launch(
     schedule = with_weights(schedule, weights)
     schedule = check(lower(check(schedule)))
     check_stages(schedule, stages)
+    if schedule.p > MOST_WORKERS:
+        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(device, schedule.p)
     paces = pace_table(pace, schedule)
