@@ -22,9 +22,9 @@ import pipeschool as ps
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.lower import lower
 from pipeschool.run import RunError
+from pipeschool.run.pool import start_fork_server
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
-from pipeschool.run.pool import start_fork_server
 from pipeschool.versions import POLICIES, policy_named
 
 METRICS = (  # name in JSON, name for people, what it is counted in
