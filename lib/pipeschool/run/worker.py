@@ -29,7 +29,6 @@ from pipeschool.trace import Span
 from pipeschool.versions import policy_named
 
 NO_VERSION = Version(0, 1, {})
-TARDY = 5e-4  # seconds by which sleeping may overshoot and still count as in time
 
 
 class Worker:
@@ -133,15 +132,16 @@ class Worker:
 
         Its clock starts when this worker was free and the input had left its sender, as on a
         device that starts by itself: what our processes need to pass a message on and get going
-        is part of the declared time. Where that is not enough, the action ends late, and its
-        span says so.
+        is part of the declared time. Where the work is not done when that is over, the action
+        ends late, and its span says so. Waking up late is none of its fault: the next action's
+        clock starts in time.
         """
         begin = self.ready or start
+        done = time.perf_counter()
         until = begin + seconds
         while (left := until - time.perf_counter()) > 0:
             time.sleep(left)
-        end = time.perf_counter()
-        self.ready = until if end - until < TARDY else end
+        self.ready = max(until, done)
         return begin, self.ready
 
     def refuse_nan(self, action: Action, tensors: Tensors) -> None:
