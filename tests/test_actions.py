@@ -218,12 +218,12 @@ def test_schedules_are_values() -> None:
     assert pickle.loads(pickle.dumps(one)) == one
 
 
-def test_updates_after_the_batch_or_after_every_backward() -> None:
-    row = [F(0, 0), F(2, 0), I(2, 0), W(2, 0), B(0, 0)]
-    assert with_updates(row, flush=True) == [*row, U(0, 0), U(2, 0)]
-    assert with_updates([*row, F(0, 1), B(0, 1)], flush=False) == [
+def test_an_update_of_a_stage_follows_every_so_many_of_its_backwards() -> None:
+    row = [F(0, 0), F(2, 0), I(2, 0), W(2, 0), B(0, 0), F(0, 1), B(0, 1)]
+    assert with_updates(row, every=1) == [
         *row[:4], U(2, 0), B(0, 0), U(0, 0), F(0, 1), B(0, 1), U(0, 1),
     ]  # fmt: skip
+    assert with_updates(row, every=2) == [*row, U(0, 0)]
 
 
 def test_activations_are_held_from_the_forward_to_the_last_use() -> None:

@@ -85,9 +85,12 @@ def harmless(schedule: Schedule, matching: str, versions: bool = True) -> bool:
 
 
 def version_used(schedule: Schedule) -> Callable[[int, int], int]:
-    """The version of stage and microbatch, from the papers: one per batch, or PipeDream's delay."""
+    """The version of stage and microbatch, from the papers: one per batch, 2BW's one batch behind,
+    or PipeDream's delay."""
     if schedule.synchronous:
         return lambda stage, k: k // schedule.m
+    if schedule.weights == "double_buffer":
+        return lambda stage, k: max(0, k // schedule.m - 1)
     return lambda stage, k: max(0, k - (schedule.stages - 1 - stage))
 
 

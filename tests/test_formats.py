@@ -6,7 +6,7 @@ import csv
 
 import pipeschool as ps
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipeschool.formats import from_csv, to_csv
 
@@ -61,6 +61,7 @@ def test_several_batches_with_flushes_cannot_be_written() -> None:
 def test_pytorch_reads_every_cell_as_we_wrote_it(name: str, p: int, m: int, lowered: bool) -> None:
     from torch.distributed.pipelining.schedules import _Action
 
+    assume(name != "pipedream_2bw" or m >= p - 1)
     schedule = ps.build(name, p, m)
     text = to_csv(ps.lower(schedule) if lowered else schedule)
     for row in csv.reader(text.splitlines()):

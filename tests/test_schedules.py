@@ -150,6 +150,10 @@ def test_orders_as_the_papers_draw_them() -> None:
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U0",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0",
     ]
+    assert rows(ps.pipedream_2bw(2, 2, batches=2)) == [
+        "0F0 0F1 0B0 0F2 0B1 0U0 0F3 0B2 0B3 0U1",
+        "1F0 1B0 1F1 1B1 1U0 1F2 1B2 1F3 1B3 1U1",
+    ]
     assert rows(ps.pipedream(2, 3)) == [
         "0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2",
         "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2",
@@ -160,11 +164,13 @@ def rows(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.workers]
 
 
-def test_only_pipedream_is_asynchronous() -> None:
+def test_only_the_pipedreams_are_asynchronous() -> None:
     weights = {name: ps.build(name, 2, 2).weights for name in ps.SCHEDULES}
     assert weights.pop("pipedream") == "stash"
+    assert weights.pop("pipedream_2bw") == "double_buffer"
     assert set(weights.values()) == {"flush"}
     assert not ps.pipedream(2, 2).synchronous
+    assert not ps.pipedream_2bw(2, 2).synchronous
 
 
 @pytest.mark.parametrize("name", ps.SCHEDULES)
@@ -182,7 +188,8 @@ def test_unknown_schedule_is_refused_with_those_there_are(name: object) -> None:
     with pytest.raises(ValueError) as caught:
         ps.build(name, 4, 8)  # type: ignore[arg-type]
     assert str(caught.value) == (
-        f"there is no schedule {name!r}; choose one of naive, gpipe, one_f_one_b, pipedream, 1f1b"
+        f"there is no schedule {name!r}; choose one of naive, gpipe, one_f_one_b, pipedream, "
+        "pipedream_2bw, 1f1b"
     )
 
 

@@ -6,7 +6,7 @@ import random
 
 import pipeschool as ps
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import Rates, longest_paths, most_at_once, random_schedule, scatter_messages
 from pipeschool import Action, B, Cost, F, I, Schedule, Trace, U, W
@@ -71,6 +71,7 @@ def test_every_action_starts_and_ends_as_in_the_graph(seed: int) -> None:
 def test_built_in_schedules_agree_with_the_graph(
     name: str, p: int, m: int, batches: int, seed: int
 ) -> None:
+    assume(name != "pipedream_2bw" or m >= p - 1)
     schedule = ps.build(name, p, m, batches)
     cost, rates = random_cost(schedule, seed)
     assert times(ps.simulate(schedule, cost)) == longest_paths(schedule.workers, rates)

@@ -44,7 +44,10 @@ def test_a_ledger_asks_its_policy_with_what_it_knows() -> None:
     class Curious(Policy):
         """Forwards on the first version, backwards on the newest; notes what it is asked."""
 
+        in_place = True
+
         def __init__(self) -> None:
+            super().__init__()
             self.asked: list[tuple[int, ...]] = []
 
         def forward(self, microbatch: int, newest: int) -> int:
@@ -54,6 +57,9 @@ def test_a_ledger_asks_its_policy_with_what_it_knows() -> None:
         def backward(self, microbatch: int, used: int, newest: int) -> int:
             self.asked.append((microbatch, used, newest))
             return newest
+
+        def oldest_needed(self, next_microbatch: int, newest: int) -> int:
+            return 0
 
     policy = Curious()
     assert [version for version, _ in replay(policy, "0F0 0U0 0F1 0U1 0B1 0B0")] == [
@@ -69,7 +75,7 @@ def test_a_ledger_asks_its_policy_with_what_it_knows() -> None:
 
 def test_every_policy_is_found_by_its_name() -> None:
     for name, policy in POLICIES.items():
-        assert type(policy_named(name)) is policy
+        assert policy_named(name) is policy
         assert policy.name == name
     assert {"flush", "stash"} <= POLICIES.keys()
 
@@ -79,5 +85,6 @@ def test_an_unknown_policy_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(ValueError) as caught:
         policy_named(name)
     assert str(caught.value) == (
-        f"there is no weight policy {name!r}; choose one of {', '.join(POLICIES)}"
+        f"there is no weight policy {name!r}; choose one of {', '.join(POLICIES)}, "
+        "or give a subclass of Policy"
     )

@@ -14,9 +14,18 @@ from pipeschool.check import check
 from pipeschool.cost import Cost
 from pipeschool.lower import lower
 from pipeschool.run import RunError, RunStopped, run
-from pipeschool.schedules import SCHEDULES, build, gpipe, naive, one_f_one_b, pipedream
+from pipeschool.schedules import (
+    SCHEDULES,
+    build,
+    gpipe,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+)
 from pipeschool.simulate import simulate
 from pipeschool.trace import Span, Trace
+from pipeschool.versions import Policy
 
 __version__ = "0.1.0"
 
@@ -28,6 +37,7 @@ __all__ = [
     "F",
     "I",
     "IllegalSchedule",
+    "Policy",
     "RunError",
     "RunStopped",
     "Schedule",
@@ -42,6 +52,7 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "pipedream",
+    "pipedream_2bw",
     "run",
     "simulate",
 ]

@@ -136,7 +136,7 @@ class Schedule:
     m: int
     workers: tuple[tuple[Action, ...], ...]
     batches: int = 1
-    weights: str = "flush"
+    weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
 
     def __post_init__(self) -> None:
@@ -204,14 +204,16 @@ class Schedule:
         m: int,
         *,
         batches: int = 1,
-        weights: str = "flush",
+        weights: str | type = "flush",
+        updates_every: int | None = None,
         name: str | None = None,
     ) -> Schedule:
         """A schedule from your own ``order(worker, p, m)``, which lists one worker's actions.
 
-        List `F` and `B` (or `I` and `W`); the updates are added where you give no `U`: after the
-        batch when `weights` is ``flush``, after every backward otherwise. An asynchronous order
-        is asked once, with all m * batches microbatches of the stream.
+        List `F` and `B` (or `I` and `W`). Where you give no `U`, an update follows after every
+        `updates_every` backwards of a stage: m of them when `weights` is ``flush``, otherwise one,
+        unless you say so. An asynchronous order is asked once, with all m * batches microbatches
+        of the stream. `weights` is the name of a policy, or a subclass of `versions.Policy`.
 
         >>> Schedule.from_workers(lambda w, p, m: [F(w, 0), B(w, 0)], p=2, m=1).workers[1]
         (Action(kind='F', stage=1, microbatch=0), Action(kind='B', stage=1, microbatch=0), \
@@ -221,9 +223,10 @@ Action(kind='U', stage=1, microbatch=0))
         batches = whole_number("batches", batches)
         label = str(name or getattr(order, "__name__", "my order"))
         stream = 1 if weights == "flush" else batches
+        every = whole_number("updates_every", updates_every or (m if weights == "flush" else 1))
         rows = [_as_row(order(worker, p, m * stream), label, worker) for worker in range(p)]
         if not any(action.kind == "U" for row in rows for action in row):
-            rows = [with_updates(row, flush=weights == "flush") for row in rows]
+            rows = [with_updates(row, every) for row in rows]
         schedule = cls(
             name=label,
             p=p,
@@ -231,7 +234,7 @@ Action(kind='U', stage=1, microbatch=0))
             workers=tuple(map(tuple, rows)),
             batches=stream,
             weights=weights,
-            updates_every=m if weights == "flush" else 1,
+            updates_every=every,
         )
         return schedule if stream == batches else schedule.repeat(batches)
 
@@ -247,18 +250,24 @@ Action(kind='U', stage=1, microbatch=0))
         return "\n".join([title, *lines])
 
 
-def with_updates(row: Sequence[Action], flush: bool) -> list[Action]:
-    """`row` with its optimizer updates: one per stage at the end, or one after each backward."""
-    if flush:
-        return [*row, *(U(stage, 0) for stage in sorted({a.stage for a in row}))]
+def with_updates(row: Sequence[Action], every: int) -> list[Action]:
+    """`row` with an optimizer update of a stage after every `every` of its backwards.
+
+    Where sends follow the backward they go first: a neighbour waits for them.
+    """
     done: list[Action] = []
-    updates: Counter[int] = Counter()
+    due: list[Action] = []
+    backwards: Counter[int] = Counter()
     for action in row:
+        if action.kind not in ("SEND_F", "SEND_B"):
+            done += due
+            due = []
         done.append(action)
         if action.kind in ("B", "W"):
-            done.append(U(action.stage, updates[action.stage]))
-            updates[action.stage] += 1
-    return done
+            backwards[action.stage] += 1
+            if backwards[action.stage] % every == 0:
+                due.append(U(action.stage, backwards[action.stage] // every - 1))
+    return done + due
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:

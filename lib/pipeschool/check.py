@@ -23,6 +23,7 @@ from pipeschool.actions import (
 )
 from pipeschool.cost import number
 from pipeschool.lower import handovers, lower
+from pipeschool.versions import ledgers
 
 MATCHING = ("in_order", "tag")
 
@@ -63,6 +64,8 @@ def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tu
     for worker, row in enumerate(schedule.workers):
         _check_row(worker, row, needs)
         _check_updates(schedule, worker, row)
+    if not schedule.synchronous:
+        _check_versions(schedule)
     return execution_order(schedule, matching)
 
 
@@ -327,6 +330,19 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
     for stage in stages:
         if updates[stage] != schedule.microbatches // size:
             raise _never(worker, Action("U", stage, updates[stage]))
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """The weight version that each forward and backward asks for exists, and is still kept."""
+    stage_ledgers = ledgers(schedule)
+    for worker, row in enumerate(schedule.workers):
+        for action in row:
+            if action.is_message:
+                continue
+            try:
+                stage_ledgers[action.stage].note(action)
+            except IllegalSchedule as error:
+                raise IllegalSchedule(f"worker {worker}: {error}", worker, action) from None
 
 
 def _check_memory(schedule: Schedule, cap: float) -> None:

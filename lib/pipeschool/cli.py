@@ -14,7 +14,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +24,7 @@ from pipeschool.run import RunError
 from pipeschool.run.pool import start_fork_server
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
-from pipeschool.versions import POLICIES, policy_named
+from pipeschool.versions import with_weights
 
 METRICS = (  # name in JSON, name for people, what it is counted in
     ("makespan", "makespan", ""),
@@ -194,17 +193,7 @@ def _schedule(args: argparse.Namespace) -> ps.Schedule:
             f"-v must be 1, not {args.v}: schedules with several chunks per worker come later"
         )
     schedule = ps.build(args.name, args.p, args.m, args.batches)
-    if args.weights is None:
-        return schedule
-    policy_named(args.weights)
-    if args.weights != schedule.weights and "flush" in (args.weights, schedule.weights):
-        allowed = [name for name in POLICIES if (name == "flush") == schedule.synchronous]
-        kind = "synchronous" if schedule.synchronous else "asynchronous"
-        raise ValueError(
-            f"--weights {args.weights} does not fit {schedule.name}, which is {kind}; "
-            f"allowed: {', '.join(allowed)}"
-        )
-    return replace(schedule, weights=args.weights)
+    return with_weights(schedule, args.weights)
 
 
 def _predict(args: argparse.Namespace) -> ps.Trace:

@@ -59,10 +59,11 @@ def from_csv(
     _check_numbering(rows)
     if m is None:
         m = 1 + max(action.microbatch for row in rows for action in row if action)
+    whole_number("m", m)
     workers = tuple(
-        tuple(with_updates([action for action in row if action], flush=True)) for row in rows
+        tuple(with_updates([action for action in row if action], every=m)) for row in rows
     )
-    return Schedule(name, len(rows), whole_number("m", m), workers)
+    return Schedule(name, len(rows), m, workers)
 
 
 def _cell(cell: str, row: int, column: int) -> Action | None:

@@ -7,22 +7,27 @@ from pipeschool.check import checked_order
 from pipeschool.cost import Cost
 from pipeschool.lower import handovers
 from pipeschool.trace import Span, Trace
-from pipeschool.versions import Ledger, policy_named
+from pipeschool.versions import Policy, ledgers, with_weights
 
 
-def simulate(schedule: Schedule, cost: Cost | None = None) -> Trace:
+def simulate(
+    schedule: Schedule, cost: Cost | None = None, weights: str | type[Policy] | None = None
+) -> Trace:
     """When does every action start and end? Default cost: forward 1, backward 2, free messages.
+
+    weights: weight-version policy of an asynchronous schedule; its own where not given.
 
     An action starts as soon as its worker is free and what it needs has arrived. Raises
     `IllegalSchedule` where `check` does. The sends and receives of a lowered schedule are
     checked, and then left to the cost model.
     """
     cost = cost or Cost()
+    schedule = with_weights(schedule, weights)
     order = checked_order(schedule)
     seconds, transfer = cost.seconds(schedule), cost.transfer(schedule)
     sizes = [cost.message_size(boundary) for boundary in range(schedule.stages)]
     handed = handovers(schedule)
-    ledgers = [Ledger(policy_named(schedule.weights)) for _ in range(schedule.stages)]
+    stage_ledgers = ledgers(schedule)
     free = [0.0] * schedule.p  # per worker
     link_free = dict.fromkeys((handover.link for handover in handed.values()), 0.0)
     arrival: dict[tuple[str, int, int], float] = {}  # (F or B, stage, microbatch) -> input is there
@@ -41,6 +46,6 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Trace:
             size = sizes[boundary]
             link_free[link] = left = max(end, link_free[link]) + transfer[boundary]
             arrival[letter, neighbour, microbatch] = left + cost.latency
-        version, alive = ledgers[stage].note(action)
+        version, alive = stage_ledgers[stage].note(action)
         spans.append(Span(worker, action, start, end, version, alive, size))
     return Trace(schedule.name, schedule.p, schedule.m, schedule.v, tuple(spans))

@@ -99,13 +99,18 @@ class Trace:
         """
         late = [0] * self.p
         for worker, row in enumerate(self.rows):
-            used: defaultdict[int, list[int]] = defaultdict(list)
+            forward: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> version
+            used: defaultdict[int, list[int]] = defaultdict(list)  # by the gradients of an update
             for span in row:
-                if span.action.kind in ("B", "W"):
-                    used[span.action.stage].append(span.version)
-                elif span.action.kind == "U" and used[span.action.stage]:
-                    oldest = min(used.pop(span.action.stage))
-                    late[worker] = max(late[worker], span.version - 1 - oldest)
+                kind, stage, microbatch = span.action
+                if kind == "F":
+                    forward[stage, microbatch] = span.version
+                elif kind in ("B", "W"):
+                    used[stage].append(
+                        min(span.version, forward.pop((stage, microbatch), span.version))
+                    )
+                elif kind == "U" and used[stage]:
+                    late[worker] = max(late[worker], span.version - 1 - min(used.pop(stage)))
         return late
 
     def metrics(self) -> dict[str, object]:

@@ -7,15 +7,28 @@ Version 0 is the weights at the start, update t makes version t + 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
-from pipeschool.actions import Action
+from pipeschool.actions import Action, IllegalSchedule, Schedule
 
 
 class Policy:
-    """Every microbatch uses the newest version in its forward, and the same in its backward."""
+    """Four questions about the weight versions of one stage. A subclass answers them otherwise.
+
+    This one answers: a forward uses the newest version, its backward the same one again.
+
+    Attributes: `stage` (counted from 0), `stages` (how many there are) and `m` (microbatches in
+    one update).
+    """
 
     name = "policy"
+    in_place = False  # True: an update overwrites the version that microbatches in flight use
+
+    def __init__(self, stage: int = 0, stages: int = 1, m: int = 1):
+        self.stage = stage
+        self.stages = stages
+        self.m = m
 
     def forward(self, microbatch: int, newest: int) -> int:
         """The version that the forward of `microbatch` uses."""
@@ -25,11 +38,29 @@ class Policy:
         """The version that the backward uses; `used` is the one that its forward used."""
         return used
 
+    def oldest_needed(self, next_microbatch: int, newest: int) -> int:
+        """The oldest version that forwards from `next_microbatch` on may still ask for.
+
+        Older ones are dropped as soon as no microbatch in flight uses them.
+        """
+        return newest
+
 
 class Flush(Policy):
     """Synchronous: an update waits until nothing is in flight, so one version is enough."""
 
     name = "flush"
+
+
+class Latest(Policy):
+    """No versions at all, wrong on purpose: the backward meets whatever the weights are by then."""
+
+    name = "latest"
+    in_place = True
+
+    def backward(self, microbatch: int, used: int, newest: int) -> int:
+        """The newest: the one that the forward used has been overwritten."""
+        return newest
 
 
 class Stash(Policy):
@@ -38,14 +69,81 @@ class Stash(Policy):
     name = "stash"
 
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Flush, Stash)}
+class VerticalSync(Policy):
+    """PipeDream's vertical sync: a microbatch uses the same version at every stage.
+
+    It is the newest one that stage 0 has when the microbatch enters, after k - (stages - 1)
+    backwards. So every stage is as late as stage 0.
+    """
+
+    name = "vertical_sync"
+
+    def forward(self, microbatch: int, newest: int) -> int:
+        """What stage 0 had when it let the microbatch in."""
+        return max(microbatch - (self.stages - 1), 0) // self.m
+
+    def oldest_needed(self, next_microbatch: int, newest: int) -> int:
+        """The next microbatch's own version; later ones ask for newer versions only."""
+        return self.forward(next_microbatch, newest)
 
 
-def policy_named(name: str) -> Policy:
-    """The policy called `name`; ValueError, naming those there are, where there is none."""
-    if name not in POLICIES:
-        raise ValueError(f"there is no weight policy {name!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+class DoubleBuffer(Policy):
+    """PipeDream-2BW: an update every m microbatches, and never more than two versions.
+
+    The microbatches of batch b use version b - 1: the one before the newest, which they can be
+    sure of while the batch before them is still on its way (Narayanan et al., ICML 2021).
+    """
+
+    name = "double_buffer"
+
+    def forward(self, microbatch: int, newest: int) -> int:
+        """One version behind the batch, at every stage."""
+        return max(microbatch // self.m - 1, 0)
+
+    def oldest_needed(self, next_microbatch: int, newest: int) -> int:
+        """The version of the next microbatch's batch."""
+        return self.forward(next_microbatch, newest)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Flush, Latest, Stash, VerticalSync, DoubleBuffer)
+}
+
+
+def policy_named(policy: str | type[Policy]) -> type[Policy]:
+    """The policy called that, or the class itself; ValueError, naming those there are, if none."""
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        return policy
+    if isinstance(policy, str) and policy in POLICIES:
+        return POLICIES[policy]
+    raise ValueError(
+        f"there is no weight policy {policy!r}; choose one of {', '.join(POLICIES)}, "
+        "or give a subclass of Policy"
+    )
+
+
+def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Schedule:
+    """`schedule` under the policy asked for; None leaves it its own. ValueError where a synchronous
+    schedule is to do without its flush, or an asynchronous one to flush."""
+    if weights is None or weights == schedule.weights:
+        return schedule
+    policy_named(weights)
+    if schedule.synchronous:
+        raise ValueError(
+            f"{schedule.name} is synchronous and needs weights='flush', not {weights!r}"
+        )
+    if weights == "flush":
+        raise ValueError(
+            f"{schedule.name} never flushes, so it needs another policy than weights='flush'"
+        )
+    return replace(schedule, weights=weights)
+
+
+def ledgers(schedule: Schedule) -> list[Ledger]:
+    """A fresh ledger for every stage of `schedule`, with the policy that it names."""
+    policy = policy_named(schedule.weights)
+    stages = schedule.stages
+    return [Ledger(policy(s, stages, schedule.updates_every)) for s in range(stages)]
 
 
 @dataclass
@@ -54,32 +152,63 @@ class Ledger:
 
     policy: Policy
     newest: int = 0
+    oldest: int = 0  # that a forward may still ask for
+    entered: int = 0  # microbatches that have gone forward; they do so in order
     used: dict[int, int] = field(default_factory=dict)  # microbatch in flight -> its version
-    users: dict[int, int] = field(default_factory=dict)  # version -> how many in flight use it
+    users: Counter[int] = field(default_factory=Counter)  # version -> microbatches in flight
 
     def note(self, action: Action) -> tuple[int, int]:
         """Note `action`; returns the version that it uses (or, for U, makes) and how many
-        versions the stage holds meanwhile."""
+        versions the stage holds meanwhile. IllegalSchedule where there is no such version."""
         kind, _, microbatch = action
         if kind == "F":
-            version = self.policy.forward(microbatch, self.newest)
+            version = self._held(self.policy.forward(microbatch, self.newest), action)
             self.used[microbatch] = version
-            self.users[version] = self.users.get(version, 0) + 1
+            self.users[version] += 1
+            self.entered += 1
+            self._look_ahead()
             return version, self.alive
         if kind == "U":
             self.newest += 1
+            self._look_ahead()
             return self.newest, self.alive
-        forward_version = self.used[microbatch]
-        version = self.policy.backward(microbatch, forward_version, self.newest)
+        used = self.used[microbatch]
+        version = self._held(self.policy.backward(microbatch, used, self.newest), action)
+        if version != used and not self.policy.in_place:
+            raise IllegalSchedule(
+                f"{action.describe()} asks for weight version {version}, but its forward used "
+                f"{used}, and the graph holds on to that: only an in_place policy may differ",
+                action=action,
+            )
         held = self.alive
         if kind != "I":  # the input half of a split backward leaves the weight half to come
             del self.used[microbatch]
-            self.users[forward_version] -= 1
-            if not self.users[forward_version]:
-                del self.users[forward_version]
+            self.users[used] -= 1
+            if not self.users[used]:
+                del self.users[used]
         return version, held
+
+    def holds(self, version: int) -> bool:
+        """Must `version` be in memory now?"""
+        return self.oldest <= version <= self.newest or version in self.users
 
     @property
     def alive(self) -> int:
-        """How many versions must be in memory now: the newest, and those still in use."""
-        return len(self.users) + (self.newest not in self.users)
+        """How many versions must be in memory now."""
+        if self.policy.in_place:
+            return 1
+        recent = self.newest - self.oldest + 1
+        return recent + sum(version < self.oldest for version in self.users)
+
+    def _look_ahead(self) -> None:
+        needed = self.policy.oldest_needed(self.entered, self.newest)
+        self.oldest = min(max(needed, self.oldest), self.newest)
+
+    def _held(self, version: int, action: Action) -> int:
+        if not self.holds(version):
+            raise IllegalSchedule(
+                f"{action.describe()} asks for weight version {version}, but the newest is "
+                f"{self.newest} and the oldest kept {min([self.oldest, *self.users])}",
+                action=action,
+            )
+        return version

@@ -155,8 +155,7 @@ def run_all_cells(page: Page, url: str, path: str) -> None:
     address = urlsplit(url)
     page.goto(f"{address.scheme}://{address.netloc}/lab/tree/{path}?{address.query}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
-    # The status bar, because it waits for the kernel: what is run before that is lost.
-    idle = page.locator(".jp-StatusBar-Widget").get_by_text("| Idle")
+    idle = page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
     idle.wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()

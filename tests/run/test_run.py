@@ -265,13 +265,16 @@ LEGAL = ps.gpipe(p=2, m=2)
         ({"pace": (0.1, [1, 2, 3])}, "backward needs one number, or one per stage: 2, not 3"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
         ({"engine": "horse"}, "engine must be 'pipeschool', not 'horse'"),
-        ({"weights": "fresh"}, "there is no weight policy 'fresh'; choose one of flush, stash"),
+        (
+            {"weights": "fresh"},
+            "there is no weight policy 'fresh'; choose one of flush, latest, stash,",
+        ),
         ({"weights": "stash"}, "gpipe is synchronous and needs weights='flush', not 'stash'"),
-        ({"timeout": 0}, "timeout must be above 0 seconds, not 0"),
         (
             {"schedule": ps.gpipe(p=65, m=1), "stages": [nn.Identity()] * 65},
             "a run may have at most 64 workers, not 65",
         ),
+        ({"timeout": 0}, "timeout must be a number, above 0, not 0"),
         ({"schedule": "gpipe"}, "schedule must be a pipeschool Schedule.*not str"),
         (
             {"schedule": ps.pipedream(p=2, m=2, batches=2)},
@@ -279,7 +282,7 @@ LEGAL = ps.gpipe(p=2, m=2)
         ),
         (
             {"schedule": ps.pipedream(p=2, m=2), "weights": "flush"},
-            "pipedream never flushes: weights='flush' is for synchronous ones",
+            "pipedream never flushes, so it needs another policy than weights='flush'",
         ),
     ],
 )

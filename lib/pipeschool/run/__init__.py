@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule
+from pipeschool.cost import number
 from pipeschool.run.errors import RunError, RunStopped
 from pipeschool.run.pool import start_fork_server
+from pipeschool.versions import Policy, with_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeschool.run.launch import Pace, Result
-    from pipeschool.run.weights import MakeOptimizer
+    from pipeschool.run.weights import MakeOptimizer, MakeScheduler
 
 
 def run(
@@ -24,13 +26,16 @@ def run(
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
-    weights: str | None = None,
+    scheduler: MakeScheduler | None = None,
+    clip_norm: float | None = None,
+    weights: str | type[Policy] | None = None,
     pace: Pace | None = None,
     device: str = "auto",
     engine: str = "pipeschool",
     timeout: float = 3.0,
     nan_check: bool = False,
     seed: int = 0,
+    history: bool = False,
     update_stages: bool = False,
 ) -> Result:
     """Train `stages` on `batches` as `schedule` says, one process per worker.
@@ -42,7 +47,11 @@ def run(
         dimension. A synchronous schedule of one batch repeats itself for as many as there are.
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
-    weights: weight-version policy of an asynchronous schedule; its own where not given.
+    scheduler: makes a learning-rate scheduler from it; one step after each update.
+    clip_norm: the largest norm of a stage's gradients; longer ones are shortened to it before the
+        update. Every stage looks at its own: no stage has those of all.
+    weights: weight-version policy of an asynchronous schedule, a name or your own subclass of
+        `Policy`; the schedule's own where not given.
     pace: (forward, backward) seconds, each one number or one per stage. Each action still does
         its work, then waits until this time is over: see more workers than there are cores.
     device: ``auto``, ``cpu`` or ``cuda``. NCCL with a GPU per worker, otherwise gloo.
@@ -50,6 +59,7 @@ def run(
         busy computing gets 15 times as long.
     nan_check: stop at the first NaN that a stage gives.
     seed: worker w seeds torch with seed + w.
+    history: note the parameters after every update, see `Result.history`.
     update_stages: load the trained weights into `stages`; they are left alone otherwise.
 
     Raises ValueError for arguments that do not fit, IllegalSchedule, and RunError when a run
@@ -63,28 +73,28 @@ def run(
             f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
             f"not {type(schedule).__name__}"
         )
-    if not timeout > 0:
-        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+    number("timeout", timeout, positive=True)
+    if clip_norm is not None:
+        number("clip_norm", clip_norm, positive=True)
+    schedule = with_weights(schedule, weights)
     start_fork_server()  # it imports torch while we do
     import torch
 
-    from pipeschool.run.launch import launch
+    from pipeschool.run.launch import Options, launch
+    from pipeschool.run.weights import Update
 
-    return launch(
-        schedule,
-        stages,
-        batches,
+    options = Options(
         loss=loss or torch.nn.functional.mse_loss,
-        optimizer=optimizer,
-        weights=weights,
+        update=Update(optimizer, scheduler, clip_norm),
         pace=pace,
         device=device,
         timeout=timeout,
         nan_check=nan_check,
         seed=seed,
+        history=history,
         update_stages=update_stages,
-        called=called,
     )
+    return launch(schedule, stages, batches, options, called)
 
 
 __all__ = ["RunError", "RunStopped", "run"]

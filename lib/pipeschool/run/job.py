@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeschool.actions import Action, Schedule
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
-from pipeschool.run.weights import MakeOptimizer
+from pipeschool.run.weights import Parameters, StageState, Update
 from pipeschool.trace import Span
 
 
@@ -25,7 +25,10 @@ class Job:
     targets: list[Any] | None  # one per microbatch; None unless the last stage is here
     scales: list[float]  # weight of each microbatch's loss in the loss of its update
     loss: Loss
-    optimizer: MakeOptimizer | None
+    update: Update
+    restore: dict[int, StageState]  # stage -> where it was when an earlier run ended
+    generator: Tensor | None  # state of this worker's random numbers at that time
+    history: bool  # note the weights after every update
     pace: dict[str, list[float]] | None  # kind -> declared seconds per stage
     backend: str
     device: str
@@ -41,8 +44,10 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # microbatch -> mean loss
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # stage -> last update's
-    state_dicts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, Parameters] = field(default_factory=dict)  # stage -> last update's
+    states: dict[int, StageState] = field(default_factory=dict)
+    history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update
+    generator: Tensor | None = None
 
 
 @dataclass

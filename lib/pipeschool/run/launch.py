@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,60 +23,88 @@ from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss
 from pipeschool.run.watch import Watch
-from pipeschool.run.weights import MakeOptimizer
+from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
-from pipeschool.versions import policy_named
 
 MOST_WORKERS = 64  # processes on one machine
+Item = TypeVar("Item")
 Pace = tuple[float | Sequence[float], float | Sequence[float]]
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run ended: what the next one needs to go on from there."""
+
+    stages: list[StageState]
+    generators: list[Tensor | None]  # random numbers of each worker
 
 
 @dataclass(frozen=True)
 class Result:
     """What a run gave.
 
-    trace: measured. losses: the mean loss of every microbatch, in order. state_dicts and
-    gradients: one dict per stage, on the CPU; the gradients are those of the last update.
-    backend: ``gloo`` or ``nccl``. device: where the stages computed. paced: True where stages
-    waited out a declared time. start_seconds: from the call to the first action.
+    trace: measured. losses: the mean loss of every microbatch, in order. gradients: one dict per
+    stage, on the CPU, those of the last update. state: optimizers and all. history: where it was
+    asked for, the parameters after each update: history[t][s] is a dict for stage s after t
+    updates, history[0] the start. backend: ``gloo`` or ``nccl``. device: where the stages
+    computed. paced: True where stages waited out a declared time. start_seconds: from the call to
+    the first action.
     """
 
     trace: Trace
     losses: list[float]
-    state_dicts: list[dict[str, Tensor]]
-    gradients: list[dict[str, Tensor]]
+    gradients: list[Parameters]
+    state: State
+    history: list[list[Parameters]]
     backend: str
     device: str
     paced: bool
     start_seconds: float
+
+    @property
+    def state_dicts(self) -> list[dict[str, Tensor]]:
+        """The trained weights and buffers: one state_dict per stage, on the CPU."""
+        return [stage.weights for stage in self.state.stages]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `pipeschool.run.run`, explained there."""
+
+    loss: Loss
+    update: Update
+    pace: Pace | None
+    device: str
+    timeout: float
+    nan_check: bool
+    seed: int
+    history: bool
+    update_stages: bool
 
 
 def launch(
     schedule: Schedule,
     stages: Sequence[nn.Module],
     batches: Iterable[tuple[Any, Any]],
-    *,
-    loss: Loss,
-    optimizer: MakeOptimizer | None,
-    weights: str | None,
-    pace: Pace | None,
-    device: str,
-    timeout: float,
-    nan_check: bool,
-    seed: int,
-    update_stages: bool,
+    options: Options,
     called: float,
+    state: State | None = None,
 ) -> Result:
-    """Check everything, start the workers, watch over them, put their reports together."""
+    """Check everything, start the workers, watch over them, put their reports together.
+
+    With `state` the run goes on where an earlier one ended.
+    """
     schedule, data = fit_batches(schedule, batches)
-    schedule = with_weights(schedule, weights)
     schedule = check(lower(check(schedule)))
     check_stages(schedule, stages)
     if schedule.p > MOST_WORKERS:
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
+    if state:
+        stages = [copy.deepcopy(stage) for stage in stages]
+        load(stages, state)
     inputs, targets, scales = cut(data, schedule)
-    backend, devices = choose_device(device, schedule.p)
-    paces = pace_table(pace, schedule)
+    backend, devices = choose_device(options.device, schedule.p)
+    paces = pace_table(options.pace, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
         jobs = [
@@ -85,14 +114,17 @@ def launch(
                 inputs=inputs if schedule.placement[0] == worker else None,
                 targets=targets if schedule.placement[-1] == worker else None,
                 scales=scales,
-                loss=loss,
-                optimizer=optimizer,
+                loss=options.loss,
+                update=options.update,
+                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
+                generator=state.generators[worker] if state else None,
+                history=options.history,
                 pace=paces,
                 backend=backend,
                 device=devices[worker],
                 rendezvous=(Path(folder) / "rendezvous").as_uri(),
-                nan_check=nan_check,
-                seed=seed,
+                nan_check=options.nan_check,
+                seed=options.seed,
             )
             for worker in range(schedule.p)
         ]
@@ -101,14 +133,21 @@ def launch(
         try:
             for control, job in zip(pool.controls, packed, strict=True):
                 control.send_bytes(job)
-            reports = Watch(pool, schedule, timeout + longest).results()
+            reports = Watch(pool, schedule, options.timeout + longest).results()
         finally:
             pool.end()
-    if update_stages:
-        for report in reports:
-            for index, state in report.state_dicts.items():
-                stages[index].load_state_dict(state)
-    return put_together(schedule, reports, backend, devices, paces is not None, called)
+    result = put_together(schedule, reports, backend, devices, paces is not None, called)
+    if options.history:
+        result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
+    if options.update_stages:
+        load(stages, result.state)
+    return result
+
+
+def load(stages: Sequence[nn.Module], state: State) -> None:
+    """Give the modules the weights of `state`."""
+    for stage, saved in zip(stages, state.stages, strict=True):
+        stage.load_state_dict(saved.weights)
 
 
 def put_together(
@@ -134,24 +173,28 @@ def put_together(
         label="measured, paced" if paced else "measured",
         messages=from_begin(itertools.chain.from_iterable(r.messages for r in reports)),
     )
-    losses: dict[int, float] = {}
-    states: dict[int, dict[str, Tensor]] = {}
-    gradients: dict[int, dict[str, Tensor]] = {}
-    for report in reports:
-        losses |= report.losses
-        states |= report.state_dicts
-        gradients |= report.gradients
+    losses = merged(report.losses for report in reports)
+    gradients = merged(report.gradients for report in reports)
+    states = merged(report.states for report in reports)
+    histories = merged(report.history for report in reports)
     staged = backend == "gloo" and devices[0].startswith("cuda")
     return Result(
         trace=trace,
-        losses=[losses[k] for k in sorted(losses)],
-        state_dicts=[states[s] for s in sorted(states)],
-        gradients=[gradients[s] for s in sorted(gradients)],
+        losses=losses,
+        gradients=gradients,
+        state=State(states, [report.generator for report in reports]),
+        history=[list(update) for update in zip(*histories, strict=True)],
         backend=backend,
         device=", ".join(dict.fromkeys(devices)) + (" (staged through the host)" if staged else ""),
         paced=paced,
         start_seconds=begin - called,
     )
+
+
+def merged(parts: Iterable[dict[int, Item]]) -> list[Item]:
+    """What all workers reported by stage or by microbatch, in order."""
+    whole = {key: item for part in parts for key, item in part.items()}
+    return [whole[key] for key in sorted(whole)]
 
 
 def fit_batches(
@@ -175,20 +218,6 @@ def fit_batches(
         more = "more" if len(data) > wanted else str(len(data))
         raise ValueError(f"{schedule.name} was built with batches={wanted}, but there are {more}")
     return schedule, data
-
-
-def with_weights(schedule: Schedule, weights: str | None) -> Schedule:
-    """`schedule` under the weight policy asked for."""
-    if weights is None or weights == schedule.weights:
-        return schedule
-    policy_named(weights)
-    if schedule.synchronous:
-        raise ValueError(
-            f"{schedule.name} is synchronous and needs weights='flush', not {weights!r}"
-        )
-    if weights == "flush":
-        raise ValueError(f"{schedule.name} never flushes: weights='flush' is for synchronous ones")
-    return replace(schedule, weights=weights)
 
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:

@@ -3,13 +3,15 @@
 Why not simply `optimizer.step()` between a forward and its backward? Autograd saved the weights of
 the forward; changing them in place makes the backward raise, and hiding the change (`data.copy_`)
 makes its gradient wrong. Here a version is a parameter dict of its own, handed to
-`torch.func.functional_call`: the autograd graph itself holds on to what its forward used.
+`torch.func.functional_call`: the autograd graph itself holds on to what its forward used. An
+update steps on a copy while somebody needs the old values. Only a policy that is `in_place` leaves
+the copy out; then the graph meets the new values without noticing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,15 @@ from pipeschool.versions import Ledger, Policy
 
 Parameters = dict[str, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class Update(NamedTuple):
+    """How a stage turns gradients into new weights; each part may be missing."""
+
+    optimizer: MakeOptimizer | None = None
+    scheduler: MakeScheduler | None = None  # of the learning rate, one step after each update
+    clip_norm: float | None = None  # the largest norm that a stage's gradients may have
 
 
 class Version(NamedTuple):
@@ -29,22 +40,40 @@ class Version(NamedTuple):
     parameters: Parameters
 
 
+class StageState(NamedTuple):
+    """All that a stage needs to go on where it stopped, on the CPU."""
+
+    weights: dict[str, Tensor]  # the module's state_dict
+    optimizer: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+
+
 class StageWeights:
     """Weight versions, gradients and optimizer of one stage."""
 
-    def __init__(self, module: nn.Module, optimizer: MakeOptimizer | None, policy: Policy):
+    def __init__(self, module: nn.Module, update: Update, policy: Policy):
         self.current = dict(module.named_parameters())
         trainable = [p for p in self.current.values() if p.requires_grad]
-        self.optimizer = optimizer(trainable) if optimizer and trainable else None
+        make = update.optimizer if trainable else None
+        self.optimizer = make(trainable) if make else None
+        self.scheduler = (
+            update.scheduler(self.optimizer) if update.scheduler and self.optimizer else None
+        )
+        self.clip_norm = update.clip_norm
         self.ledger = Ledger(policy)
         self.versions: dict[int, Parameters] = {0: self._view()}
         self.gradients: Parameters = {}  # of the update to come
         self.last_gradients: Parameters = {}  # of the last update
 
     def use(self, action: Action) -> Version:
-        """The version that a forward or backward works on; drops those needed no longer."""
+        """The version that a forward or backward works on; drops those needed no longer.
+
+        A backward gets the tensors that its forward worked on: they collect the gradients.
+        """
+        used = self.ledger.used.get(action.microbatch)
         number, _ = self.ledger.note(action)
-        version = Version(number, len(self.versions), self.versions[number])
+        parameters = self.versions[number if used is None else used]
+        version = Version(number, self.held, parameters)
         self._drop()
         return version
 
@@ -61,24 +90,54 @@ class StageWeights:
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""
-        kept = self.ledger.newest in self.ledger.users
+        old = self.ledger.newest
+        number, _ = self.ledger.note(action)
+        keep = self.ledger.holds(old) and not self.ledger.policy.in_place
         for name, parameter in self.current.items():
             parameter.grad = self.gradients.get(name)
-            if kept and self.optimizer:  # a microbatch in flight needs these values: step on a copy
+            if keep and self.optimizer:  # the old values are still needed: step on a copy
                 parameter.data = parameter.data.clone()
         if self.optimizer:
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.current.values(), self.clip_norm)
             self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
         for parameter in self.current.values():
             parameter.grad = None
         self.last_gradients, self.gradients = self.gradients, {}
-        number, _ = self.ledger.note(action)
         self.versions[number] = self._view()
         self._drop()
-        return Version(number, len(self.versions), self.versions[number])
+        return Version(number, self.held, self.versions[number])
+
+    @property
+    def held(self) -> int:
+        """How many copies of the weights are in memory: those that share none of it."""
+        if not self.current:
+            return 1
+        first = next(iter(self.current))
+        return len({version[first].data_ptr() for version in self.versions.values()})
+
+    def state(self, module: nn.Module) -> StageState:
+        """Where the stage is now, once nothing is in flight."""
+        return on_cpu(
+            StageState(
+                module.state_dict(),
+                self.optimizer.state_dict() if self.optimizer else None,
+                self.scheduler.state_dict() if self.scheduler else None,
+            )
+        )
+
+    def restore(self, state: StageState) -> None:
+        """Go on with optimizer and scheduler from `state`; the module has its weights already."""
+        if self.optimizer and state.optimizer is not None:
+            self.optimizer.load_state_dict(state.optimizer)
+        if self.scheduler and state.scheduler is not None:
+            self.scheduler.load_state_dict(state.scheduler)
 
     def _drop(self) -> None:
         for number in list(self.versions):
-            if number != self.ledger.newest and number not in self.ledger.users:
+            if not self.ledger.holds(number):
                 del self.versions[number]
 
     def _view(self) -> Parameters:
@@ -87,3 +146,16 @@ class StageWeights:
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self.current.items()
         }
+
+
+def on_cpu(value: Any) -> Any:
+    """`value` with every tensor in its dicts, lists and tuples copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(on_cpu, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_cpu, value))
+    return value

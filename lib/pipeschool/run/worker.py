@@ -24,9 +24,9 @@ from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.parcel import pack, unpack
 from pipeschool.run.stage import Stage, Tensors, describe
 from pipeschool.run.transport import Packed, PeerLost, Transport
-from pipeschool.run.weights import StageWeights, Version
+from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
-from pipeschool.versions import policy_named
+from pipeschool.versions import Stash, policy_named
 
 NO_VERSION = Version(0, 1, {})
 
@@ -41,8 +41,12 @@ class Worker:
         self.report = Report()
         self.last_stage = job.schedule.stages - 1
         self.stages = {}
+        policy = policy_named(job.schedule.weights)
         for index, module in job.modules.items():
-            weights = StageWeights(module, job.optimizer, policy_named(job.schedule.weights))
+            decide = policy(index, job.schedule.stages, job.schedule.updates_every)
+            weights = StageWeights(module, job.update, decide)
+            if index in job.restore:
+                weights.restore(job.restore[index])
             self.stages[index] = Stage(index, module, weights)
         # What one action leaves for another on this worker: messages that came, under the name
         # of their receive; messages to go, under that of their send; and what needs no message,
@@ -61,7 +65,7 @@ class Worker:
             case "B":
                 version = self.backward(action)
             case "U":
-                version = self.stages[action.stage].weights.update(action)
+                version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
                 self.transport.send(action, message, self.ready or start)
@@ -111,6 +115,13 @@ class Worker:
         self.refuse_nan(action, gradients)
         return version
 
+    def update(self, action: Action) -> Version:
+        """New weights from the gradients since the last update; noted where the caller asks."""
+        version = self.stages[action.stage].weights.update(action)
+        if self.job.history:
+            self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
+        return version
+
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
         if action.stage == 0 and action.kind == "F":
@@ -156,12 +167,9 @@ class Worker:
         """Everything sent, results on the CPU."""
         self.transport.finish()
         for index, stage in self.stages.items():
-            self.report.gradients[index] = {
-                name: gradient.cpu() for name, gradient in stage.weights.last_gradients.items()
-            }
-            self.report.state_dicts[index] = {
-                name: value.cpu() for name, value in stage.module.state_dict().items()
-            }
+            self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
+            self.report.states[index] = stage.weights.state(stage.module)
+        self.report.generator = torch.get_rng_state()
         return self.report
 
 
@@ -169,7 +177,7 @@ def warm_up(device: torch.device) -> None:
     """One tiny microbatch there and back, so that the first action does not pay for torch's start
     and for the first touch of memory that a forked process shares."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).to(device)
-    weights = StageWeights(module, lambda p: torch.optim.SGD(p, lr=0.1), policy_named("stash"))
+    weights = StageWeights(module, Update(lambda p: torch.optim.SGD(p, lr=0.1)), Stash())
     stage = Stage(1, module, weights)
     for k in range(2):
         (outputs,) = stage.forward(k, weights.use(F(1, k)), (torch.ones(2, 2, device=device),))
@@ -198,8 +206,10 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         dist.init_process_group(
             job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
         )
-        torch.manual_seed(job.seed + rank)
         warm_up(device)
+        torch.manual_seed(job.seed + rank)
+        if job.generator is not None:
+            torch.set_rng_state(job.generator)
         for module in job.modules.values():
             module.to(device)
         transport = Transport(rank, job.schedule, device, job.backend)

@@ -9,12 +9,14 @@ from pipeschool.schedules.gpipe import gpipe
 from pipeschool.schedules.naive import naive
 from pipeschool.schedules.one_f_one_b import one_f_one_b
 from pipeschool.schedules.pipedream import pipedream
+from pipeschool.schedules.pipedream_2bw import pipedream_2bw
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "one_f_one_b": one_f_one_b,
     "pipedream": pipedream,
+    "pipedream_2bw": pipedream_2bw,
 }
 ALIASES = {"1f1b": "one_f_one_b"}
 
@@ -28,4 +30,13 @@ def build(name: str, p: int, m: int, batches: int = 1) -> Schedule:
     return builder(p=p, m=m, batches=batches)
 
 
-__all__ = ["ALIASES", "SCHEDULES", "build", "gpipe", "naive", "one_f_one_b", "pipedream"]
+__all__ = [
+    "ALIASES",
+    "SCHEDULES",
+    "build",
+    "gpipe",
+    "naive",
+    "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
+]
