@@ -248,3 +248,40 @@ def test_a_notebook_and_its_html_carry_the_alternative_text() -> None:
     assert f'<img alt="{alt}"' in output.data["text/html"]
     page, _ = HTMLExporter().from_notebook_node(notebook)
     assert f'<img alt="{alt}"' in page
+
+
+def test_versions_shows_which_version_every_forward_and_backward_used() -> None:
+    trace = ps.simulate(ps.pipedream(2, 3), ps.Cost(2, 2))
+    chart = draw.versions(trace)
+    held = [("held"), "2", "1"]
+    shown = [(round(w, 1), t, text) for w, t, text in numbers(chart) if text not in held]
+    assert sorted(shown) == [  # upper lane forward, lower lane backward
+        (-0.2, 1.0, "0 v0"), (-0.2, 3.0, "1 v0"), (-0.2, 9.0, "2 v1"),
+        (0.2, 7.0, "0 v0"), (0.2, 11.0, "1 v0"), (0.2, 15.0, "2 v1"),
+        (0.8, 3.0, "0 v0"), (0.8, 7.0, "1 v1"), (0.8, 11.0, "2 v2"),
+        (1.2, 5.0, "0 v0"), (1.2, 9.0, "1 v1"), (1.2, 13.0, "2 v2"),
+    ]  # fmt: skip
+    assert [text for _, _, text in numbers(chart) if text in held] == held
+
+
+def test_versions_marks_a_backward_that_met_other_weights_than_its_forward() -> None:
+    def thick_edges(weights: str) -> int:
+        trace = ps.simulate(ps.pipedream(3, 6), weights=weights)
+        (axes,) = draw.versions(trace).axes
+        return sum(box.get_linewidth() > 1 for box in axes.patches)
+
+    assert (thick_edges("stash"), thick_edges("latest")) == (0, 10)
+
+
+def test_the_alternative_text_of_versions_counts_them() -> None:
+    alt = draw.versions(ps.simulate(ps.pipedream(4, 32), weights="latest")).alt
+    assert "Staleness in updates: 3, 2, 1, 0." in alt
+    assert "forward and backward used different weights: 31, 31, 31, 0." in alt
+
+
+@pytest.mark.parametrize("one", range(len(draw.VERSIONS)))
+def test_neighbouring_versions_differ_and_leave_black_numbers_legible(one: int) -> None:
+    colour, following = (to_rgb(draw.VERSIONS[i % len(draw.VERSIONS)]) for i in (one, one + 1))
+    grey, grey_following = (0.299 * r + 0.587 * g + 0.114 * b for r, g, b in (colour, following))
+    assert grey > 0.6
+    assert abs(grey - grey_following) > 0.08

@@ -144,3 +144,26 @@ def test_a_simulated_trace_says_that_it_is_a_prediction() -> None:
     trace = ps.simulate(ps.gpipe(2, 3))
     assert (trace.label, trace.name, trace.p, trace.m, trace.v) == ("predicted", "gpipe", 2, 3, 1)
     assert trace.messages == ()
+
+
+@pytest.mark.parametrize(
+    ("weights", "torn"),
+    [
+        # Every microbatch but the first meets, on its way back, the weights of its own time.
+        ("latest", [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], []]),
+        ("stash", [[], [], []]),
+        ("vertical_sync", [[], [], []]),
+    ],
+)
+def test_mismatched_lists_what_met_other_weights_on_its_way_back(
+    weights: str, torn: list[list[int]]
+) -> None:
+    trace = ps.simulate(ps.pipedream(3, 6), weights=weights)
+    assert trace.mismatched == [[(worker, k) for k in row] for worker, row in enumerate(torn)]
+
+
+def test_bytes_of_versions_are_copies_times_size() -> None:
+    cost = Cost(parameter_bytes=[100, 10, 1, 7])
+    assert ps.simulate(ps.pipedream(4, 9), cost).version_bytes == [400, 30, 2, 7]
+    assert ps.simulate(ps.gpipe(4, 9), cost).version_bytes == [100, 10, 1, 7]
+    assert ps.simulate(ps.pipedream(4, 9)).version_bytes == [0, 0, 0, 0]

@@ -24,6 +24,7 @@ class Cost:
     latency: seconds that each message takes in addition, without occupying the link.
     bandwidth: bytes per second of a link; with `message_bytes` (one number, or one per stage: the
         size of what the stage hands on) this adds to `comm`.
+    parameter_bytes: bytes of one version of a stage's weights; one number, or one per stage.
 
     A message travels while both workers compute. Messages on one link follow each other.
     """
@@ -38,9 +39,10 @@ class Cost:
     latency: float = 0.0
     bandwidth: float = math.inf
     message_bytes: PerStage = 0.0
+    parameter_bytes: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        per_stage = ["forward", "backward", "update", "message_bytes"]
+        per_stage = ["forward", "backward", "update", "message_bytes", "parameter_bytes"]
         halves = ["input_backward", "weight_backward"]
         per_stage += [name for name in halves if getattr(self, name) is not None]
         for name in (*per_stage, "speed"):
@@ -71,6 +73,11 @@ class Cost:
     def _half(self, name: str, default: list[float]) -> list[float]:
         given = getattr(self, name)
         return default if given is None else per_item(name, given, len(default), "stage")
+
+    def weights(self, schedule: Schedule) -> tuple[float, ...]:
+        """Bytes of one version of the weights of each worker."""
+        sizes = per_item("parameter_bytes", self.parameter_bytes, schedule.stages, "stage")
+        return tuple(sum(sizes[s] for s in schedule.stages_of(w)) for w in range(schedule.p))
 
     def transfer(self, schedule: Schedule) -> list[float]:
         """Seconds for which a message at the boundary behind each stage occupies its link.

@@ -29,7 +29,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from pipeschool.text import summary, time_unit, title  # noqa: E402
 from pipeschool.trace import Span, Trace  # noqa: E402
@@ -45,6 +45,9 @@ NAMES = {
     "U": "update",
 }
 IDLE = "#f0f0f0"
+# Neighbouring versions differ in hue and lightness; all are light enough for black numbers.
+VERSIONS = ("#8fc4ec", "#ffe08a", "#c4a6dc", "#c8efcf", "#ef9a86", "#efe9a0")
+LANES = 1.4  # how much taller a row with two lanes is
 BOX = 0.8  # height of a box; a row is 1
 
 WIDTH = 10.0  # all lengths in inches
@@ -169,6 +172,68 @@ def memory(trace: Trace) -> Chart:
     return chart
 
 
+def versions(trace: Trace) -> Chart:
+    """Which weight version every forward and backward used: its colour, and ``v`` with its number.
+
+    Forwards are in the upper half of a worker's row, backwards in the lower one. A backward that
+    met other weights than its forward has a thick black edge.
+    """
+    factor, unit = time_unit(trace)
+    torn = trace.mismatched
+    alt = (
+        f"Version timeline of {title(trace)}. Weight versions held at most, from worker 0 on: "
+        f"{', '.join(map(str, trace.weight_versions))}. Staleness in updates: "
+        f"{', '.join(map(str, trace.staleness))}. Microbatches whose forward and backward used "
+        f"different weights: {', '.join(str(len(row)) for row in torn)}."
+    )
+    chart = Chart(alt, TOP + trace.p * LANES * _row_height(trace.p) + BOTTOM)
+    with _house_style():
+        (axes,) = _panels(chart, [trace], factor, unit, LANES)
+        axes.set_title(
+            f"{title(trace)}\nmicrobatch and weight version; upper lane forward, lower lane "
+            "backward" + ("; thick edge: other weights than in the forward" if any(torn) else ""),
+            loc="left",
+            fontsize=9,
+        )
+        begin = _begin(trace)
+        points = axes.get_position().width * WIDTH * POINTS / axes.get_xlim()[1]
+        for span in trace.spans:
+            kind, _, microbatch = span.action
+            if kind == "U":
+                continue
+            lane = span.worker + (-BOX / 4 if kind == "F" else BOX / 4)
+            left, right = (span.start - begin) * factor, (span.end - begin) * factor
+            wrong = kind != "F" and (span.action.stage, microbatch) in torn[span.worker]
+            axes.add_patch(
+                Rectangle(
+                    (left, lane - BOX / 4),
+                    right - left,
+                    BOX / 2,
+                    facecolor=VERSIONS[span.version % len(VERSIONS)],
+                    edgecolor="black" if wrong else "white",
+                    lw=1.6 if wrong else 0.8,
+                    zorder=2 if wrong else 1,
+                )
+            )
+            for text in (f"{microbatch} v{span.version}", f"v{span.version}"):
+                size = min(8, (right - left) * points / (0.62 * len(text)))
+                if size >= SMALLEST:
+                    centre = (left + right) / 2
+                    axes.text(centre, lane, text, size=size, ha="center", va="center_baseline")
+                    break
+        axes.text(1.005, -0.62, "held", transform=axes.get_yaxis_transform(), fontsize=8)
+        for worker, most in enumerate(trace.weight_versions):
+            axes.text(
+                1.005,
+                worker,
+                str(most),
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=8,
+            )
+    return chart
+
+
 def describe(trace: Trace) -> str:
     """The chart of `trace` in words."""
     parts = []
@@ -207,14 +272,16 @@ def _stack(
     return chart
 
 
-def _panels(chart: Chart, traces: Sequence[Trace], factor: float, unit: str) -> list[Axes]:
+def _panels(
+    chart: Chart, traces: Sequence[Trace], factor: float, unit: str, taller: float = 1.0
+) -> list[Axes]:
     """One pair of axes per trace: workers down from 0, a grey band where they could work."""
     height = chart.get_figheight()
     longest = max(trace.makespan for trace in traces) * factor or 1.0
     top = height - TOP
     panels = []
     for trace in traces:
-        row = _row_height(trace.p)
+        row = taller * _row_height(trace.p)
         top -= trace.p * row
         width = WIDTH - LEFT - RIGHT - 0.25
         axes = chart.add_axes((LEFT / WIDTH, top / height, width / WIDTH, trace.p * row / height))

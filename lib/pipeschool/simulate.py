@@ -48,4 +48,11 @@ def simulate(
             arrival[letter, neighbour, microbatch] = left + cost.latency
         version, alive = stage_ledgers[stage].note(action)
         spans.append(Span(worker, action, start, end, version, alive, size))
-    return Trace(schedule.name, schedule.p, schedule.m, schedule.v, tuple(spans))
+    return Trace(
+        schedule.name,
+        schedule.p,
+        schedule.m,
+        schedule.v,
+        tuple(spans),
+        parameter_bytes=cost.weights(schedule),
+    )

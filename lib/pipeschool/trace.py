@@ -43,6 +43,7 @@ class Trace:
     spans: tuple[Span, ...]
     label: str = "predicted"
     messages: tuple[Span, ...] = field(default=(), repr=False)
+    parameter_bytes: tuple[float, ...] = ()  # of one version of a worker's weights, where known
 
     @cached_property
     def rows(self) -> list[list[Span]]:
@@ -112,6 +113,31 @@ class Trace:
                 elif kind == "U" and used[stage]:
                     late[worker] = max(late[worker], span.version - 1 - min(used.pop(stage)))
         return late
+
+    @cached_property
+    def mismatched(self) -> list[list[tuple[int, int]]]:
+        """(stage, microbatch) whose forward and backward used different weights, per worker."""
+        torn: list[list[tuple[int, int]]] = []
+        for row in self.rows:
+            forward = {s.action[1:]: s.version for s in row if s.action.kind == "F"}
+            torn.append(
+                [
+                    (s.action.stage, s.action.microbatch)
+                    for s in row
+                    if s.action.kind in ("B", "W")
+                    and s.version != forward.get(s.action[1:], s.version)
+                ]
+            )
+        return torn
+
+    @property
+    def version_bytes(self) -> list[float]:
+        """Bytes of the weight versions that a worker held at its peak; 0 where not known.
+
+        With several stages on a worker: if all held their most at the same time.
+        """
+        sizes = self.parameter_bytes or (0.0,) * self.p
+        return [count * size for count, size in zip(self.weight_versions, sizes, strict=True)]
 
     def metrics(self) -> dict[str, object]:
         """The numbers above by name, as plain data."""

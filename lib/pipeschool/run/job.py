@@ -48,6 +48,7 @@ class Report:
     states: dict[int, StageState] = field(default_factory=dict)
     history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update
     generator: Tensor | None = None
+    parameter_bytes: int = 0  # of one version of all weights here
 
 
 @dataclass

@@ -172,6 +172,7 @@ def put_together(
         from_begin(itertools.chain.from_iterable(report.spans for report in reports)),
         label="measured, paced" if paced else "measured",
         messages=from_begin(itertools.chain.from_iterable(r.messages for r in reports)),
+        parameter_bytes=tuple(report.parameter_bytes for report in reports),
     )
     losses = merged(report.losses for report in reports)
     gradients = merged(report.gradients for report in reports)

@@ -111,6 +111,11 @@ class StageWeights:
         return Version(number, self.held, self.versions[number])
 
     @property
+    def bytes(self) -> int:
+        """Size of one version."""
+        return sum(p.numel() * p.element_size() for p in self.current.values())
+
+    @property
     def held(self) -> int:
         """How many copies of the weights are in memory: those that share none of it."""
         if not self.current:

@@ -169,6 +169,7 @@ class Worker:
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
             self.report.states[index] = stage.weights.state(stage.module)
+            self.report.parameter_bytes += stage.weights.bytes
         self.report.generator = torch.get_rng_state()
         return self.report
 
