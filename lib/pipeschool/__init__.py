@@ -13,7 +13,7 @@ from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.check import check
 from pipeschool.cost import Cost
 from pipeschool.lower import lower
-from pipeschool.run import RunError, RunStopped, run
+from pipeschool.run import RunError, RunStopped, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
@@ -55,6 +55,7 @@ __all__ = [
     "pipedream_2bw",
     "run",
     "simulate",
+    "train",
 ]
 
 _LATER = {"draw", "formats", "grade", "partition", "widgets"}  # modules that load when first used

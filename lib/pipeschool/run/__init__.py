@@ -6,17 +6,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeschool.actions import Schedule
+from pipeschool.actions import Schedule, whole_number
 from pipeschool.cost import number
 from pipeschool.run.errors import RunError, RunStopped
 from pipeschool.run.pool import start_fork_server
+from pipeschool.run.train import Training, train
 from pipeschool.versions import Policy, with_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeschool.run.launch import Pace, Result
+    from pipeschool.run.launch import Options, Pace, Result
     from pipeschool.run.weights import MakeOptimizer, MakeScheduler
+
+TIMEOUT = 3.0  # seconds
 
 
 def run(
@@ -32,7 +35,7 @@ def run(
     pace: Pace | None = None,
     device: str = "auto",
     engine: str = "pipeschool",
-    timeout: float = 3.0,
+    timeout: float = TIMEOUT,
     nan_check: bool = False,
     seed: int = 0,
     history: bool = False,
@@ -73,17 +76,51 @@ def run(
             f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
             f"not {type(schedule).__name__}"
         )
+    schedule = with_weights(schedule, weights)
+    start_fork_server()  # it imports torch while we do
+    options = options_of(
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_norm=clip_norm,
+        pace=pace,
+        device=device,
+        timeout=timeout,
+        nan_check=nan_check,
+        seed=seed,
+        history=history,
+        update_stages=update_stages,
+    )
+    from pipeschool.run.launch import launch
+
+    return launch(schedule, stages, batches, options, called)
+
+
+def options_of(
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeScheduler | None = None,
+    clip_norm: float | None = None,
+    pace: Pace | None = None,
+    device: str = "auto",
+    timeout: float = TIMEOUT,
+    nan_check: bool = False,
+    seed: int = 0,
+    history: bool = False,
+    update_stages: bool = False,
+) -> Options:
+    """The keyword arguments that `run` and `train` share, checked."""
     number("timeout", timeout, positive=True)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
-    schedule = with_weights(schedule, weights)
-    start_fork_server()  # it imports torch while we do
+    whole_number("seed", seed, at_least=0)
     import torch
 
-    from pipeschool.run.launch import Options, launch
+    from pipeschool.run.launch import Options
     from pipeschool.run.weights import Update
 
-    options = Options(
+    return Options(
         loss=loss or torch.nn.functional.mse_loss,
         update=Update(optimizer, scheduler, clip_norm),
         pace=pace,
@@ -94,7 +131,6 @@ def run(
         history=history,
         update_stages=update_stages,
     )
-    return launch(schedule, stages, batches, options, called)
 
 
-__all__ = ["RunError", "RunStopped", "run"]
+__all__ = ["RunError", "RunStopped", "Training", "options_of", "run", "train"]
