@@ -204,6 +204,8 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         job: Job = unpack(control.recv_bytes())
         threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
         device = torch.device(job.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL looks there
         dist.init_process_group(
             job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
         )
