@@ -166,8 +166,9 @@ class Ledger:
             self.used[microbatch] = version
             self.users[version] += 1
             self.entered += 1
+            held = self.alive
             self._look_ahead()
-            return version, self.alive
+            return version, held
         if kind == "U":
             self.newest += 1
             self._look_ahead()
@@ -190,7 +191,7 @@ class Ledger:
 
     def holds(self, version: int) -> bool:
         """Must `version` be in memory now?"""
-        return self.oldest <= version <= self.newest or version in self.users
+        return version in range(self.oldest, self.newest + 1) or version in self.users
 
     @property
     def alive(self) -> int:
@@ -202,13 +203,21 @@ class Ledger:
 
     def _look_ahead(self) -> None:
         needed = self.policy.oldest_needed(self.entered, self.newest)
+        if not hasattr(needed, "__index__"):
+            raise ValueError(
+                f"oldest_needed of {type(self.policy).__name__} must give the number of a weight "
+                f"version, not {needed!r}"
+            )
         self.oldest = min(max(needed, self.oldest), self.newest)
 
     def _held(self, version: int, action: Action) -> int:
-        if not self.holds(version):
-            raise IllegalSchedule(
-                f"{action.describe()} asks for weight version {version}, but the newest is "
-                f"{self.newest} and the oldest kept {min([self.oldest, *self.users])}",
-                action=action,
-            )
-        return version
+        """`version`, where the stage has it; in place it has the newest and nothing else."""
+        in_place = self.policy.in_place
+        if version == self.newest if in_place else self.holds(version):
+            return version
+        held = [self.newest] if in_place else filter(self.holds, range(self.newest + 1))
+        raise IllegalSchedule(
+            f"{action.describe()} asks for weight version {version}, but the stage holds only "
+            f"{', '.join(map(str, held))}",
+            action=action,
+        )
