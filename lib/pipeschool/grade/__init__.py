@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from pipeschool.grade import unit01
+from pipeschool.grade import unit01, unit02
 from pipeschool.grade.core import CheckFailed, check, register, seed
 from pipeschool.grade.installation import self_check
 from pipeschool.grade.learner import reveal, tally, yours
 
 register(unit01.EXERCISES)
+register(unit02.EXERCISES)
 
-__all__ = ["CheckFailed", "check", "reveal", "seed", "self_check", "tally", "unit01", "yours"]
+__all__ = [
+    "CheckFailed",
+    "check",
+    "reveal",
+    "seed",
+    "self_check",
+    "tally",
+    "unit01",
+    "unit02",
+    "yours",
+]

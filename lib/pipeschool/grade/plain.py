@@ -14,6 +14,7 @@ from operator import index
 from typing import Any
 
 from pipeschool.actions import KINDS, Action
+from pipeschool.trace import Trace
 
 MOST_ITEMS = 100_000  # no answer is longer; an endless generator stops here
 
@@ -45,6 +46,8 @@ def show(value: object, limit: int = 160) -> str:
 def _text(value: object) -> str:
     if isinstance(value, Action) and len(value) == 3:
         return str(value)
+    if isinstance(value, Trace):
+        return f"<trace of {value.name}, p={value.p}, m={value.m}>"
     if type(value) is float:
         return f"{value:.6g}"
     if type(value) is list:
