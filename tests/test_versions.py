@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pipeschool as ps
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeschool.actions import Action
 from pipeschool.schedules.one_f_one_b import one_f_one_b_order
@@ -202,6 +202,7 @@ def test_a_policy_that_forgets_which_versions_it_needs_is_refused() -> None:
 
 workers = st.integers(1, 6)
 streams = st.integers(1, 40)
+many_streams = settings(deadline=None)
 
 
 def forward_versions(trace: ps.Trace) -> list[list[int]]:
@@ -209,6 +210,7 @@ def forward_versions(trace: ps.Trace) -> list[list[int]]:
     return [[s.version for s in row if s.action.kind == "F"] for row in trace.rows]
 
 
+@many_streams
 @given(p=workers, n=streams)
 def test_stashing_is_p_minus_1_minus_s_late_and_keeps_p_minus_s_versions(p: int, n: int) -> None:
     trace = ps.simulate(ps.pipedream(p, n))
@@ -229,6 +231,7 @@ def stashed(deep: int, n: int) -> int:
     return 1 if n == 1 else min(deep, 2 + max(n - deep, 0))
 
 
+@many_streams
 @given(p=workers, n=streams)
 def test_without_stashing_all_but_the_first_microbatch_are_torn(p: int, n: int) -> None:
     trace = ps.simulate(ps.pipedream(p, n), weights="latest")
@@ -243,6 +246,7 @@ def test_without_stashing_all_but_the_first_microbatch_are_torn(p: int, n: int) 
     assert trace.mismatched == [*torn, []]  # the last stage goes back at once
 
 
+@many_streams
 @given(p=workers, n=streams)
 def test_vertical_sync_is_p_minus_1_late_and_keeps_p_versions_everywhere(p: int, n: int) -> None:
     trace = ps.simulate(ps.pipedream(p, n), weights="vertical_sync")
@@ -253,6 +257,7 @@ def test_vertical_sync_is_p_minus_1_late_and_keeps_p_versions_everywhere(p: int,
     assert trace.mismatched == [[]] * p
 
 
+@many_streams
 @given(p=workers, more=st.integers(0, 5), batches=st.integers(1, 6))
 def test_a_double_buffer_is_one_late_and_keeps_two_versions(
     p: int, more: int, batches: int
@@ -265,6 +270,7 @@ def test_a_double_buffer_is_one_late_and_keeps_two_versions(
     assert trace.mismatched == [[]] * p
 
 
+@many_streams
 @given(p=workers, m=streams, batches=st.integers(1, 3))
 def test_a_flush_is_never_late_and_keeps_one_version(p: int, m: int, batches: int) -> None:
     trace = ps.simulate(ps.one_f_one_b(p, m, batches))
@@ -289,6 +295,7 @@ def double_buffered(p: int, m: int) -> ps.Schedule:
     )
 
 
+@many_streams
 @given(p=workers, m=streams)
 def test_2bw_lacks_a_version_exactly_where_the_builder_refuses_it(p: int, m: int) -> None:
     if m >= p - 1:
