@@ -29,6 +29,7 @@ FLOORS = {
     "partition": 3,
     "text": 3,
     "draw": 4,
+    "course_data": 5,
     "widgets": 5,
     "grade": 5,
     "cli": 6,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pipeschool.grade import unit01, unit02
+from pipeschool.grade import unit01, unit02, unit03
 from pipeschool.grade.core import CheckFailed, check, register, seed
 from pipeschool.grade.installation import self_check
 from pipeschool.grade.learner import reveal, tally, yours
 
 register(unit01.EXERCISES)
 register(unit02.EXERCISES)
+register(unit03.EXERCISES)
 
 __all__ = [
     "CheckFailed",
@@ -19,5 +20,6 @@ __all__ = [
     "tally",
     "unit01",
     "unit02",
+    "unit03",
     "yours",
 ]
