@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pipeschool as ps
 import pytest
@@ -219,6 +220,16 @@ def test_what_workers_print_and_warn_reaches_the_caller(capsys):
     out, err = capsys.readouterr()
     assert out.splitlines() == ["[worker 0] cups: 3"] * 2
     assert err.splitlines() == ["[worker 0] careful"] * 2
+
+
+def test_runs_from_several_threads_do_not_disturb_each_other():
+    stages, data = linear_stages(2), [batch(6)]
+    expected = reference.gradients(stages, data, m=3)
+    main = sys.modules["__main__"]
+    with ThreadPoolExecutor(3) as threads:
+        runs = [threads.submit(ps.run, ps.gpipe(p=2, m=3), stages, data) for _ in range(6)]
+    assert [reference.max_error(run.result().gradients, expected) for run in runs] == [0.0] * 6
+    assert sys.modules["__main__"] is main
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
+ONE_AT_A_TIME = threading.Lock()
 if FORKSERVER:
     from multiprocessing import forkserver
 
@@ -120,9 +122,10 @@ def blank_main() -> Iterator[None]:
     `multiprocessing` would run a script without a ``__main__`` guard again in every worker. What
     workers need of it comes by cloudpickle.
     """
-    real = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = real
+    with ONE_AT_A_TIME:  # another thread's run would take the blank one for the real one
+        real = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = real

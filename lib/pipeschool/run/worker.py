@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -206,6 +207,8 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         device = torch.device(job.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL looks there
+        if name := loopback():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
             job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
         )
@@ -229,6 +232,15 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
     sys.stderr.flush()
     control.send_bytes(pack(answer))
     threading.Event().wait()  # the peers may still be reading; the controller ends all at once
+
+
+def loopback() -> str | None:
+    """The interface through which a machine talks to itself. gloo would look for the host's name,
+    which a laptop without a network may not be able to find."""
+    names = (
+        {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    )
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def redirect(target: Connection, descriptor: int) -> None:
