@@ -237,9 +237,9 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
 def loopback() -> str | None:
     """The interface through which a machine talks to itself. gloo would look for the host's name,
     which a laptop without a network may not be able to find."""
-    names = (
-        {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    )
+    if os.name != "posix":
+        return None
+    names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
