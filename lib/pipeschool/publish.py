@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import hashlib
+import json
 import re
 import shutil
 import sys
@@ -125,10 +126,22 @@ def drift(root: Path, built: Path) -> list[Path]:
     ]
 
 
+def worked_in(file: Path) -> bool:
+    """Has somebody run cells of this student's notebook, and saved it? A build has no outputs."""
+    if file.suffix != ".ipynb" or "course" not in file.parts or not file.is_file():
+        return False
+    try:
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    except (ValueError, KeyError):
+        return False
+    return any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Build, or with ``--check`` say what a build would change. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="pipeschool.publish", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 on drift")
+    parser.add_argument("--force", action="store_true", help="overwrite notebooks with saved work")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where solutions/ lies")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +152,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(problem, file=sys.stderr)
             return 2
         drifted = drift(options.root, fresh)
+        if not options.force:
+            for name in filter(lambda name: worked_in(options.root / name), drifted):
+                print(f"left alone: {name}, which has been worked in; --force overwrites it")
+            drifted = [name for name in drifted if not worked_in(options.root / name)]
         for name in drifted:
             if options.check:
                 print(f"drifted: {name}")

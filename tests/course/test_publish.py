@@ -97,6 +97,20 @@ def test_drift_is_named_and_nothing_is_changed(project, capsys):
     assert notebook(project, "course") == before
 
 
+def test_saved_work_is_left_alone_until_forced(project, capsys):
+    place = project / "course" / "09_doubling" / "doubling.ipynb"
+    answered = notebook(project, "course")
+    code = next(cell for cell in answered["cells"] if cell["cell_type"] == "code")
+    code["source"] = ["def double(x): return x + x"]
+    code["execution_count"] = 1
+    place.write_text(json.dumps(answered), encoding="utf-8")
+    assert run(project) == run(project, "--check") == 0
+    assert "left alone: course/09_doubling/doubling.ipynb" in capsys.readouterr().out
+    assert notebook(project, "course") == answered
+    assert run(project, "--force") == 0
+    assert notebook(project, "course") != answered
+
+
 def test_an_edited_copy_is_drift_and_other_work_is_left_alone(project, capsys):
     edited = project / "course" / "09_doubling" / "doubling.ipynb"
     edited.write_text(edited.read_text(encoding="utf-8") + "\n", encoding="utf-8")
