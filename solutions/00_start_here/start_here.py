@@ -68,18 +68,32 @@ print(f"this notebook is process {os.getpid()}")
 # **Predict first.** A forward takes 20 ms and a backward 40 ms, and each worker does 8 of both. That is 480 ms of work per worker. Will the four of them be done after 480 ms?
 
 # %%
+schedule = ps.gpipe(p=4, m=8)  # p stages, m microbatches
+pace = (0.02, 0.04)  # seconds of a forward, of a backward
+
 result = ps.run(
-    ps.gpipe(p=4, m=8),  # 4 stages, 8 microbatches
+    schedule,
     stages,
     [batch],
     loss=nn.functional.mse_loss,
     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-    pace=(0.02, 0.04),  # seconds of a forward, of a backward
+    pace=pace,
 )
-print(f"done after {result.trace.makespan * 1000:.0f} ms; loss {sum(result.losses) / 8:.3f}")
+
+work = schedule.m * sum(pace)
+late = result.trace.makespan - work
+print(f"work of one worker: {work * 1000:.0f} ms")
+print(f"done after:         {result.trace.makespan * 1000:.0f} ms, {late * 1000:.0f} ms later")
+
+# Microbatches may differ in size by one sample, so each loss counts as often as it has samples.
+sizes = [len(part) for part in batch[0].tensor_split(schedule.m)]
+total = sum(size * loss for size, loss in zip(sizes, result.losses, strict=True))
+print(f"loss of the batch:  {total / sum(sizes):.3f}")
 
 # %% [markdown]
 # Four lines came from four processes, and each has a number of its own. What a worker prints always reaches the cell that started it.
+#
+# And no, 480 ms were not enough: nobody worked longer than that, but everybody also had to wait. How long they waited stands at the end of the second line. In unit 01 you will work it out beforehand: $(p - 1) \cdot (20 + 40)$ ms, which is 180 ms for $p = 4$ stages. Anything beyond that is the time that messages and the operating system take.
 #
 # Now the chart of what they did. Each row is a worker, each box an action, and the number in the box is the microbatch.
 
@@ -104,16 +118,22 @@ ps.draw.gantt(result.trace)
 # %% [markdown]
 # ## Prediction against measurement
 #
-# A schedule is plain data, so it can also be simulated. The next cell predicts the chart without running anything, and puts the measured one below it.
+# A schedule is plain data, so it can also be simulated. The next cell predicts the chart from the schedule and the declared pace, without running anything, and puts the measured one below it.
 
 # %%
-predicted = ps.simulate(ps.gpipe(p=4, m=8), ps.Cost(forward=0.02, backward=0.04))
+predicted = ps.simulate(schedule, ps.Cost(*pace))  # the pace is declared, so it is known before
 ps.draw.compare(predicted, result.trace)
 
 # %% [markdown]
 # They should agree to within a few percent. You will write such a simulator yourself in unit 01. There you will also predict, before anything runs, how long the gaps are.
 #
-# **Try it.** Change `m=8` to `m=2` in the cell that calls `ps.run`, and run it and the chart again. Which part of the time is grey now?
+# **Try it.** Change `m=8` to `m=2` at the top of the cell that calls `ps.run`. Then run three cells again: that one, the chart below it, and this section's comparison. Which part of the time is grey now? How many milliseconds does a worker wait, and how many did it wait before?
+#
+# <details>
+# <summary>Answer</summary>
+#
+# More than half of the time is grey. Yet a worker waits about 180 ms, as before: only the work between the gaps has become less. (The pace is per microbatch, so two microbatches are also less work than eight. A real microbatch of 32 samples would take longer than one of 8.)
+# </details>
 
 # %% [markdown]
 # ## Check your installation
