@@ -161,8 +161,13 @@ def test_compare_has_one_time_axis_and_says_which_is_which() -> None:
 
 def test_compare_stretches_a_prediction_in_other_units_and_says_so() -> None:
     chart = draw.compare(predicted(), measured(predicted(forward=0.005, backward=0.010)))
-    assert lines(chart)[1] == "makespan 165 ms, one unit drawn as 5 ms"
-    assert lines(chart)[3] == "makespan 165 ms, +0 ms (+0.0%) against the prediction"
+    assert lines(chart)[1] == "makespan 33 units, one unit drawn as 5 ms"
+    assert lines(chart)[3] == "makespan 165 ms"  # no gap: the prediction was fitted
+
+
+def test_compare_refuses_traces_of_different_pipelines() -> None:
+    with pytest.raises(ValueError, match="not p=4, m=8 and p=4, m=2"):
+        draw.compare(predicted(), measured(predicted(m=2)))
 
 
 def test_memory_shows_every_peak_in_units_of_a() -> None:

@@ -19,12 +19,13 @@ def view(explorer: Explorer) -> str:
 
 def table(explorer: Explorer) -> dict[str, list[str]]:
     rows = re.findall(r"<tr><th scope=\"row\".*?>(.*?)</th>(.*?)</tr>", view(explorer))
-    return {label: re.findall("<td>(.*?)</td>", cells) for label, cells in rows}
+    return {label: re.findall("<td.*?>(.*?)</td>", cells) for label, cells in rows}
 
 
 def test_starts_with_two_schedules_and_the_numbers_of_both() -> None:
     assert table(explore()) == {
         "makespan, units of cost": ["96", "33"],
+        "waiting of each worker, units of cost": ["72, 72, 72, 72", "9, 9, 9, 9"],
         "bubble of total = idle / (p · makespan)": ["0.7500", "0.2727"],
         "bubble of ideal = idle / m(tF + tB)": ["3.0000", "0.3750"],
         "peak activations per worker, in A (one microbatch on one worker)": [

@@ -42,6 +42,10 @@ class IllegalSchedule(ValueError):
         self.worker = worker
         self.action = action
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, without the library's own frames."""
+        return [f"{type(self).__name__}: {self}"]
+
     @property
     def microbatch(self) -> int | None:
         """The microbatch of `action`; None where there is none, as in an update."""

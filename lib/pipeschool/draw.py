@@ -44,7 +44,8 @@ NAMES = {
     "W": "weight gradient",
     "U": "update",
 }
-IDLE = "#f0f0f0"
+IDLE = "#f4f4f4"
+HATCH = "#c4c4c4"  # strokes over idle time, so that it shows on white paper
 # Neighbouring versions differ in hue and lightness; all are light enough for black numbers.
 VERSIONS = ("#8fc4ec", "#ffe08a", "#c4a6dc", "#c8efcf", "#ef9a86", "#efe9a0")
 LANES = 1.4  # how much taller a row with two lanes is
@@ -105,27 +106,31 @@ def gantt(*traces: Trace) -> Chart:
 
 
 def compare(predicted: Trace, measured: Trace) -> Chart:
-    """Prediction above measurement, on one time axis.
+    """Prediction above measurement, on one time axis; ValueError where p or m differ.
 
-    A prediction in other units than seconds is stretched until both have the same work to do; the
-    title then says how long one unit is drawn.
+    A prediction in other units than seconds is stretched until both have the same work to do. Then
+    only the shapes can be compared, and the title says how long one unit is drawn.
     """
+    if (predicted.p, predicted.m) != (measured.p, measured.m):
+        raise ValueError(
+            f"compare needs two traces of the same p and m, not p={predicted.p}, m={predicted.m} "
+            f"and p={measured.p}, m={measured.m}"
+        )
     factor, unit = time_unit(measured)
     work = sum(predicted.busy)
     stretch = sum(measured.busy) / work if work else 1.0
-    note = ""
+    first = (
+        f"makespan {predicted.makespan:.4g} units, one unit drawn as {stretch * factor:.3g} {unit}"
+    )
+    second = f"makespan {measured.makespan * factor:.4g} {unit}"
     if 1 / 3 < stretch < 3:
         stretch = 1.0  # seconds, as they should be
-    else:
-        note = f", one unit drawn as {stretch * factor:.3g} {unit}"
+        gap = round(measured.makespan - predicted.makespan, 9) + 0.0  # never -0.0
+        share = f" ({gap / predicted.makespan:+.1%})" if predicted.makespan else ""
+        first = f"makespan {predicted.makespan * factor:.4g} {unit}"
+        second += f", {gap * factor:+.3g} {unit}{share} against the prediction"
     predicted = _stretched(predicted, stretch)
-    gap = round(measured.makespan - predicted.makespan, 9) + 0.0  # never -0.0
-    share = f" ({gap / predicted.makespan:+.1%})" if predicted.makespan else ""
-    titles = [
-        f"{title(predicted)}\nmakespan {predicted.makespan * factor:.4g} {unit}{note}",
-        f"{title(measured)}\nmakespan {measured.makespan * factor:.4g} {unit}, "
-        f"{gap * factor:+.3g} {unit}{share} against the prediction",
-    ]
+    titles = [f"{title(predicted)}\n{first}", f"{title(measured)}\n{second}"]
     said = "; ".join(line.replace("\n", ": ") for line in titles)
     alt = f"Two Gantt charts on one time axis. {said}."
     return _stack((predicted, measured), titles, (factor, unit), alt)
@@ -262,7 +267,7 @@ def _stack(
         kinds = {span.action.kind for trace in traces for span in trace.spans}
         keys = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
         chart.legend(
-            handles=[*keys, Patch(color=IDLE, label="idle")],
+            handles=[*keys, Patch(facecolor=IDLE, edgecolor=HATCH, hatch="////", label="idle")],
             loc="lower right",
             ncols=6,
             frameon=False,
@@ -294,7 +299,9 @@ def _panels(
         axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right", "left"]].set_visible(False)
         idle = [_box(0, trace.makespan * factor, worker) for worker in range(trace.p)]
-        axes.add_collection(PolyCollection(idle, facecolor=IDLE, edgecolor="none"))
+        axes.add_collection(
+            PolyCollection(idle, facecolor=IDLE, edgecolor=HATCH, hatch="////", lw=0.0)
+        )
         panels.append(axes)
     panels[-1].set_xlabel(f"time ({unit})", fontsize=8, loc="left")
     return panels
@@ -381,6 +388,7 @@ def _house_style() -> Iterator[None]:
         "axes.edgecolor": "black",
         "axes.facecolor": "white",
         "axes.grid": False,
+        "hatch.linewidth": 0.6,
         "figure.facecolor": "white",
         "xtick.color": "black",
         "ytick.color": "black",

@@ -19,6 +19,10 @@ WHOLE_NAME = {"description_width": "110px"}  # so that no name is cut off
 
 ROWS = (
     ("makespan, units of cost", lambda trace: f"{trace.makespan:.4g}"),
+    (
+        "waiting of each worker, units of cost",
+        lambda trace: ", ".join(f"{trace.makespan - busy:.4g}" for busy in trace.busy),
+    ),
     ("bubble of total = idle / (p · makespan)", lambda trace: f"{trace.bubble_of_total:.4f}"),
     ("bubble of ideal = idle / m(tF + tB)", lambda trace: f"{trace.bubble_of_ideal:.4f}"),
     (
@@ -96,14 +100,14 @@ def _whole(name: str, value: int, highest: int) -> Any:
 
 def _time(name: str, value: float) -> Any:
     top = max(5, value)
-    return w.FloatSlider(value, min=0, max=top, step=0.5, description=name, style=WHOLE_NAME)
+    return w.FloatSlider(value, min=0.5, max=top, step=0.5, description=name, style=WHOLE_NAME)
 
 
 def _table(traces: Sequence[Trace]) -> str:
     head = "".join(f'<th scope="col">{html.escape(trace.name)}</th>' for trace in traces)
     body = "".join(
         f'<tr><th scope="row" style="text-align: left">{label}</th>'
-        + "".join(f"<td>{value(trace)}</td>" for trace in traces)
+        + "".join(f'<td style="padding: 0 1em">{value(trace)}</td>' for trace in traces)
         + "</tr>"
         for label, value in ROWS
     )
