@@ -1,9 +1,9 @@
 """Real data that needs no download, and small models for it, cut into stages.
 
 Handwritten digits come with scikit-learn; the text is that of Python's own documentation, which
-comes with Python. An experiment needs several seeds. For the digits, models of several seeds stand
-side by side in one module, which takes hardly longer than one of them: their weights have a first
-dimension for the seed, their samples a second one, and nothing leads from one model to another.
+comes with Python. An experiment needs several seeds, so models of several seeds stand side by side
+in one module, which takes hardly longer than one of them. Tensors that travel are samples x seeds x
+anything; weights have the seed as their first dimension. Nothing leads from one model to another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,47 @@ from torch.func import functional_call
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets
 Weights = Sequence[dict[str, Tensor]]  # one dict per stage
+SEEDS = range(5)
+
+
+class Linear(nn.Module):
+    """A linear layer of its own for each seed; inputs are samples x seeds x ... x features."""
+
+    def __init__(self, inputs: int, outputs: int, seeds: Sequence[int], gain: float = 1.0):
+        super().__init__()
+        bound = gain / math.sqrt(inputs)
+        self.weight = nn.Parameter(bound * uniform((inputs, outputs), seeds))
+        self.bias = nn.Parameter(torch.zeros(len(seeds), 1, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the inputs, with other features."""
+        x = x.transpose(0, 1)
+        y = torch.baddbmm(self.bias, x.flatten(1, -2), self.weight)
+        return y.unflatten(1, x.shape[1:-1]).transpose(0, 1)
+
+
+def uniform(shape: tuple[int, ...], seeds: Sequence[int]) -> Tensor:
+    """Numbers between -1 and 1: for every seed what it always gives, whoever stands beside it."""
+    drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return 2 * torch.stack(drawn) - 1
+
+
+def loss_of_all(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of each seed, added up: every model has the gradient of its own."""
+    seeds = targets.shape[1]
+    kinds = outputs.shape[-1]
+    return seeds * nn.functional.cross_entropy(outputs.reshape(-1, kinds), targets.flatten())
+
+
+def accuracies(stages: Sequence[nn.Module], weights: Weights, data: Pair) -> list[float]:
+    """The share of the targets that each seed's model gets right."""
+    x, targets = data
+    with torch.no_grad():
+        for stage, parameters in zip(stages, weights, strict=True):
+            x = functional_call(stage, parameters, (x,))
+    right = (x.argmax(-1) == targets).float()
+    return right.transpose(0, 1).flatten(1).mean(1).tolist()
+
 
 # --- handwritten digits --------------------------------------------------------------------------
 
@@ -35,62 +76,29 @@ def digits() -> tuple[Pair, Pair]:
     return (inputs[train], targets[train]), (inputs[test], targets[test])
 
 
-class SideBySide(nn.Module):
-    """A linear layer for each seed; x is samples x seeds x inputs. With ReLU unless it is last."""
-
-    def __init__(self, inputs: int, outputs: int, seeds: Sequence[int], last: bool):
-        super().__init__()
-        bound = math.sqrt(6 / inputs)  # He initialisation, uniform: ReLU keeps the signal's size
-        drawn = [
-            (2 * torch.rand(inputs, outputs, generator=torch.Generator().manual_seed(s)) - 1)
-            for s in seeds
-        ]
-        self.weight = nn.Parameter(bound * torch.stack(drawn))
-        self.bias = nn.Parameter(torch.zeros(len(seeds), 1, outputs))
-        self.last = last
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Samples x seeds x outputs."""
-        y = torch.baddbmm(self.bias, x.transpose(0, 1), self.weight).transpose(0, 1)
-        return y if self.last else torch.relu(y)
-
-
-def digit_stages(p: int, seeds: Sequence[int] = range(5), width: int = 64) -> list[nn.Module]:
-    """Classifiers of `p` linear layers with ReLU between them, one layer per stage; one classifier
-    for each seed, side by side."""
+def digit_stages(p: int, seeds: Sequence[int] = SEEDS, width: int = 64) -> list[nn.Module]:
+    """Classifiers of `p` linear layers with ReLU between them, one layer per stage."""
     sizes = [64, *[width] * (p - 1), 10]
-    return [
-        SideBySide(sizes[s], sizes[s + 1], [1000 * seed + s for seed in seeds], last=s == p - 1)
-        for s in range(p)
-    ]
+    stages: list[nn.Module] = []
+    for s in range(p):
+        own = [1000 * seed + s for seed in seeds]
+        he = math.sqrt(6)  # He's initialisation: ReLU then keeps the size of the signal
+        layer = Linear(sizes[s], sizes[s + 1], own, gain=he)
+        stages.append(nn.Sequential(layer, nn.ReLU()) if s < p - 1 else layer)
+    return stages
 
 
-def digit_stream(batches: int, samples: int, seeds: Sequence[int] = range(5)) -> list[Pair]:
-    """`batches` batches for `digit_stages`: every seed draws its own digits, with replacement."""
+def digit_stream(batches: int, samples: int, seeds: Sequence[int] = SEEDS) -> list[Pair]:
+    """Batches to train on; every seed draws its own digits."""
     (inputs, targets), _ = digits()
-    rows = [
-        torch.randint(
-            len(inputs), (batches, samples), generator=torch.Generator().manual_seed(seed)
-        )
-        for seed in seeds
-    ]
+    rows = [_draw(len(inputs), (batches, samples), seed) for seed in seeds]
     return [(inputs[row], targets[row]) for row in torch.stack(rows, dim=2)]
 
 
-def loss_of_all(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropies of all seeds, added up: each model's gradient is that of its own."""
-    seeds = outputs.shape[1]
-    return seeds * nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-def digit_accuracies(stages: Sequence[nn.Module], weights: Weights) -> list[float]:
-    """Share of the test digits that each seed's classifier reads right. Chance is about 0.1."""
+def digit_test(seeds: Sequence[int] = SEEDS) -> Pair:
+    """The test digits, the same for every seed. A guess is right for about one in ten."""
     _, (inputs, targets) = digits()
-    with torch.no_grad():
-        x = inputs[:, None].expand(-1, len(next(iter(weights[0].values()))), -1)
-        for stage, parameters in zip(stages, weights, strict=True):
-            x = functional_call(stage, parameters, (x,))
-    return (x.argmax(-1) == targets[:, None]).float().mean(0).tolist()
+    return inputs[:, None].expand(-1, len(seeds), -1), targets[:, None].expand(-1, len(seeds))
 
 
 # --- the text of Python's documentation ----------------------------------------------------------
@@ -106,86 +114,84 @@ def text() -> str:
 
 @cache
 def codes() -> Tensor:
-    """The text as numbers; one for each kind of character."""
+    """The text as numbers, one for each kind of character."""
     number = {character: n for n, character in enumerate(sorted(set(text())))}
     return torch.tensor([number[character] for character in text()])
 
 
-def text_stream(batches: int, samples: int, length: int, seed: int) -> list[Pair]:
-    """Batches of passages out of the first nine tenths of the text, and of the same passages one
-    character later: the character that follows is what a model has to guess."""
-    return _passages(codes()[: len(codes()) * 9 // 10], batches, samples, length, seed)
+def text_stream(
+    batches: int, samples: int, length: int, seeds: Sequence[int] = SEEDS
+) -> list[Pair]:
+    """Passages from the first nine tenths of the text, and, as targets, the same passages one
+    character later: at every place a model guesses the character that follows."""
+    return _passages(codes()[: len(codes()) * 9 // 10], batches, samples, length, seeds)
 
 
-def transformer_stages(p: int, width: int, heads: int, length: int, seed: int) -> list[nn.Module]:
-    """A character-level Transformer, decoder only, of `p` blocks, one per stage. Stage 0 also has
+def text_test(samples: int, length: int, seeds: Sequence[int] = SEEDS) -> Pair:
+    """Passages from the last tenth of the text, the same for every seed."""
+    ((x, targets),) = _passages(codes()[len(codes()) * 9 // 10 :], 1, samples, length, [0])
+    return x.expand(-1, len(seeds), -1), targets.expand(-1, len(seeds), -1)
+
+
+def transformer_stages(
+    p: int, width: int, heads: int, length: int, seeds: Sequence[int] = SEEDS
+) -> list[nn.Module]:
+    """Character-level Transformers, decoder only, of `p` blocks, one per stage. Stage 0 also has
     the embedding, the last stage the output layer."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        kinds = int(codes().max()) + 1
-        parts: list[list[nn.Module]] = [[Block(width, heads)] for _ in range(p)]
-        parts[0].insert(0, Embedding(kinds, length, width))
-        parts[-1] += [nn.LayerNorm(width), nn.Linear(width, kinds)]
+    kinds = int(codes().max()) + 1
+    parts: list[list[nn.Module]] = [
+        [Block(width, heads, [1000 * seed + 10 * s for seed in seeds])] for s in range(p)
+    ]
+    ends = [1000 * seed + 999 for seed in seeds]
+    parts[0].insert(0, Embedding(kinds, length, width, ends))
+    parts[-1] += [nn.LayerNorm(width, elementwise_affine=False), Linear(width, kinds, ends)]
     return [nn.Sequential(*part) for part in parts]
 
 
 class Embedding(nn.Module):
-    """Characters (samples x length) to vectors, with a vector for the place added to each."""
+    """Characters to vectors, with a vector for the place added to each."""
 
-    def __init__(self, kinds: int, length: int, width: int):
+    def __init__(self, kinds: int, length: int, width: int, seeds: Sequence[int]):
         super().__init__()
-        self.character = nn.Embedding(kinds, width)
-        self.place = nn.Embedding(length, width)
+        self.character = nn.Parameter(uniform((kinds, width), seeds))
+        self.place = nn.Parameter(torch.zeros(len(seeds), length, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples x length x width."""
-        return self.character(x) + self.place.weight[: x.shape[1]]
+        """Samples x seeds x length, to samples x seeds x length x width."""
+        seed = torch.arange(x.shape[1])[:, None]
+        return self.character[seed, x] + self.place
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer network, each on the normalised input and added to it
-    (the pre-norm form of GPT-2)."""
+    """Causal self-attention and a network of two layers, each on the normalised input and added to
+    it (the pre-norm form of GPT-2)."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, seeds: Sequence[int]):
         super().__init__()
         self.heads = heads
-        self.norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Linear(4 * width, width),
-        )
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        ours = [[seed + layer for seed in seeds] for layer in range(4)]
+        self.query_key_value = Linear(width, 3 * width, ours[0])
+        self.attention_out = Linear(width, width, ours[1])
+        self.up = Linear(width, 4 * width, ours[2])
+        self.down = Linear(4 * width, width, ours[3])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples x length x width, as the input."""
-        n, length, width = x.shape
-        split = self.query_key_value(self.norm(x)).view(n, length, 3, self.heads, -1)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
+        """Samples x seeds x length x width, as the input."""
+        split = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.movedim(-3, 0).transpose(-3, -2)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(seen.transpose(1, 2).reshape(n, length, width))
-        return x + self.feed_forward(x)
+        x = x + self.attention_out(seen.transpose(-3, -2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def text_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy per character, in nats."""
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+def _draw(below: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def text_score(stages: Sequence[nn.Module], weights: Weights, length: int) -> tuple[float, float]:
-    """(cross entropy in nats, share guessed right) per character, on the last tenth of the text."""
-    ((x, targets),) = _passages(codes()[len(codes()) * 9 // 10 :], 1, 256, length, seed=0)
-    with torch.no_grad():
-        for stage, parameters in zip(stages, weights, strict=True):
-            x = functional_call(stage, parameters, (x,))
-        loss = text_loss(x, targets)
-    return loss.item(), (x.argmax(-1) == targets).float().mean().item()
-
-
-def _passages(source: Tensor, batches: int, samples: int, length: int, seed: int) -> list[Pair]:
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(source) - length, (batches, samples, 1), generator=generator)
-    passages = source[starts + torch.arange(length + 1)]
-    return [(passage[:, :-1], passage[:, 1:]) for passage in passages]
+def _passages(
+    source: Tensor, batches: int, samples: int, length: int, seeds: Sequence[int]
+) -> list[Pair]:
+    starts = [_draw(len(source) - length, (batches, samples), seed) for seed in seeds]
+    passages = source[torch.stack(starts, dim=2)[..., None] + torch.arange(length + 1)]
+    return [(passage[..., :-1], passage[..., 1:]) for passage in passages]

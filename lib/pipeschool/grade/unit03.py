@@ -476,7 +476,8 @@ def draw_replay(rng: Random, size: int, m: int, overwrite: bool) -> Case:
         ([rng.randint(-4, 4) / 4 for _ in range(2)], [rng.randint(-4, 4) / 4 for _ in range(2)])
         for _ in range(n)
     ]
-    versions = [[rng.randint(max(0, k // m - 2), k // m) for k in range(n)] for _ in range(p)]
+    late = 2 if overwrite else rng.randint(0, 2)
+    versions = [[max(k // m - rng.randint(late // 2, late), 0) for k in range(n)] for _ in range(p)]
     return weights, batches, versions, rng.choice([0.0, 0.9]), m, overwrite
 
 
@@ -484,6 +485,7 @@ ONE = [([1.0, 2.0], [0.0, 1.0])]
 THREE = [([1.0, 0.5], [0.5, 1.0]), ([-0.5, 1.0], [1.0, 0.0]), ([0.25, -1.0], [0.0, 0.5])]
 SIX = [*THREE, *THREE[::-1]]
 PAIR = [(0.5, 0.0), (0.8, 0.1)]
+TRIPLE = [(0.5, 0.0), (0.8, 0.1), (1.1, 0.0)]
 
 REPLAY = Exercise(
     name="replay",
@@ -521,8 +523,8 @@ REPLAY = Exercise(
             title="with overwriting",
             share=1,
             cases=[
-                (PAIR, THREE, [[0, 0, 1], [0, 1, 2]], 0.0, 1, True),
-                (PAIR, SIX, [[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]], 0.9, 1, True),
+                (PAIR, THREE, [[0, 0, 0], [0, 0, 1]], 0.0, 1, True),
+                (TRIPLE, THREE, [[0, 0, 0], [0, 0, 1], [0, 1, 2]], 0.9, 1, True),
             ],
             draw=lambda rng, size: draw_replay(rng, size, 1, True),
             hint="between forward and backward, .data.copy_ the newest values into the tensors "
