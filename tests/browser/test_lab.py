@@ -52,6 +52,12 @@ LOOK = """() => ({
     images: [...document.querySelectorAll('.jp-Notebook .jp-Cell img')]
         .map(image => ({ alt: image.alt, width: image.naturalWidth })),
 })"""
+# The page says "idle" even before a kernel is there, and what is run then is lost. The session knows.
+KERNEL_IS_IDLE = """() => {
+    const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
+    const kernel = context?.isReady && context.session?.kernel;
+    return kernel && kernel.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
 # "Run All Cells" marks every cell [*] at once; a failing cell takes the mark off the rest.
 FINISHED = f"""() => {{
     const {{ prompts }} = ({LOOK})();
@@ -74,6 +80,9 @@ def chromium() -> str:
 def home(tmp_path: Path) -> Path:
     """An empty home directory, but for JupyterLab's settings."""
     home = tmp_path / "home"
+    config = home / ".jupyter" / "jupyter_lab_config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text('{"LabApp": {"expose_app_in_browser": true}}')  # for KERNEL_IS_IDLE
     for name, values in LAB_SETTINGS.items():
         file = home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -155,12 +164,11 @@ def run_all_cells(page: Page, url: str, path: str) -> None:
     address = urlsplit(url)
     page.goto(f"{address.scheme}://{address.netloc}/lab/tree/{path}?{address.query}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
-    idle = page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-    idle.wait_for(timeout=60_000)
+    page.wait_for_function(KERNEL_IS_IDLE, polling=200, timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(FINISHED, polling=200, timeout=180_000)
-    idle.wait_for(timeout=60_000)
+    page.wait_for_function(KERNEL_IS_IDLE, polling=200, timeout=60_000)
 
 
 def save_screenshot(page: Page, file: Path) -> None:
