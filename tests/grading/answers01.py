@@ -577,6 +577,24 @@ def longest_run_of_forwards(actions):
 
 
 @wrong("peak_activations")
+def updates_let_go_too(actions):
+    held = peak = 0
+    for a in actions:
+        held += 1 if a.kind == "F" else -1
+        peak = max(peak, held)
+    return peak
+
+
+@wrong("peak_activations")
+def updates_hold_too(actions):
+    held = peak = 0
+    for a in actions:
+        held += -1 if a.kind == "B" else 1
+        peak = max(peak, held)
+    return peak
+
+
+@wrong("peak_activations")
 def never_lets_go(actions):
     return len({a.microbatch for a in actions if a.kind in "FB"})
 
@@ -593,7 +611,19 @@ def one_after_the_other(p, target):
 
 
 @right("smallest_m")
-def solved_for_m(p, target):
+def solved_for_m_with_room_for_rounding(p, target):
+    return max(1, math.ceil((p - 1) * (1 - target) / target - 1e-9))
+
+
+@right("smallest_m")
+def solved_in_fractions(p, target):
+    share = Fraction(str(target))
+    return max(1, math.ceil((p - 1) * (1 - share) / share))
+
+
+@wrong("smallest_m")
+def solved_in_floats(p, target):
+    """Too many where rounding lifts a whole number: 13 for p = 4 and a fifth."""
     return max(1, math.ceil((p - 1) * (1 - target) / target))
 
 

@@ -11,6 +11,7 @@ import time
 
 import pipeschool as ps
 import pytest
+import torch
 from pipeschool import grade
 from pipeschool.grade.guard import TimeUp, time_limit
 
@@ -28,7 +29,9 @@ def bubble_of_total(p, m):
 def test_all_right(capsys):
     earned = grade.check(bubble_of_total, points=3)
     assert type(earned) is float and float(repr(earned)) == 3.0
-    assert capsys.readouterr().out == "bubble_of_total: all 7 visible checks passed\n"
+    assert capsys.readouterr().out == (
+        "bubble_of_total: all 7 visible checks passed, 3 of 3 points\n"
+    )
     grade.check(bubble_of_total, points=3, seed=1)
     said = capsys.readouterr()
     assert "all 15 checks" in said.out and "visible" not in said.out and said.err == ""
@@ -217,6 +220,82 @@ def test_changed_arguments_are_noticed():
     assert "the call changed it to []" in said and "list(actions)" in said
 
 
+def test_a_changed_type_is_noticed_and_shown():
+    def loss_weights(sizes):
+        sizes[0] = float(sizes[0])
+        return [1.0]
+
+    said = failure(loss_weights)
+    assert "left as it was: [1]" in said and "changed it to [1.0]" in said
+
+
+def test_cases_can_be_pasted():
+    def needs(action, p):
+        return [ps.F(7, 7)]
+
+    assert "smallest failing case: needs(action=ps.F(0, 2), p=1)" in failure(needs)
+
+    def peak_activations(actions):
+        return 0
+
+    assert "peak_activations(actions=[ps.F(0, 0), ps.B(0, 0)])" in failure(peak_activations)
+
+
+def test_only_a_visible_case_is_called_the_smallest():
+    def bubble_of_total(p, m):
+        return (p - 1) / (m + p - 1) if (p, m) in [(1, 1), (2, 1), (2, 2), (3, 2)] else 9
+
+    assert "smallest failing case: bubble_of_total(p=4, m=4)" in failure(bubble_of_total, seed=1)
+
+    def bubble_of_ideal(p, m):
+        shown = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 4), (4, 8), (8, 32)]
+        return (p - 1) / m if (p, m) in shown else 9
+
+    said = failure(bubble_of_ideal, seed=1)
+    assert "first failing case:" in said and "smallest" not in said
+
+
+def test_a_broken_helper_is_blamed():
+    def bubble_of_total(p, m):
+        return (p - 1) / m
+
+    def fine(p, m):
+        return bubble_of_total(p, m)
+
+    def smallest_m(p, target):
+        return next(m for m in range(1, 1000) if fine(p, m) <= target)
+
+    assert "mend this first:       your bubble_of_total, which it uses" in failure(smallest_m)
+
+
+def test_a_right_helper_is_not_blamed():
+    def smallest_m(p, target):
+        return next((m for m in range(1, 99) if bubble_of_total(p, m) < target), 0) - 1
+
+    assert "mend this first" not in failure(smallest_m)
+
+
+def test_hints_fit_what_went_wrong():
+    def naive_order(worker, p, m):
+        return [F(worker, k) for k in range(m)]  # noqa: F821
+
+    said = failure(naive_order)
+    assert "name 'F' is not defined (write ps.F)" in said
+    assert "where to look:         that line" in said
+
+    def split_batch(samples, m):
+        return [None]
+
+    said = failure(split_batch)
+    assert "a whole number as item 0 of the list" in said and "`return`" not in said
+    assert "where to look:         what you return" in said
+
+    def smallest_m(p, target):
+        return int(input("how many? "))
+
+    assert "input() is not for answers" in failure(smallest_m)
+
+
 def test_exit_does_not_end_the_kernel():
     def bubble_of_total(p, m):
         sys.exit(0)
@@ -353,8 +432,30 @@ def test_yours_falls_back_until_the_answer_is_right(capsys):
 
     assert grade.yours(smallest_m)(4, 0.2) == 12
     assert "does not pass its checks yet" in capsys.readouterr().out
-    assert grade.yours(bubble_of_total) is bubble_of_total
+    assert grade.yours(bubble_of_total)(4, m=8) == bubble_of_total(4, 8)
     assert capsys.readouterr().out == "This is your bubble_of_total at work.\n"
+
+
+def test_yours_hands_on_plain_data():
+    def split_batch(samples, m):
+        sizes = [samples // m + (k < samples % m) for k in range(m)]
+        return torch.tensor(sizes, dtype=torch.float64)
+
+    def gpipe_order(worker, p, m):
+        yield from (kind(worker, k) for kind in (ps.F, ps.B) for k in range(m))
+
+    sizes = grade.yours(split_batch)(10, 4)
+    assert sizes == [3, 3, 2, 2] and all(type(size) is int for size in sizes)
+    row = grade.yours(gpipe_order)(0, 1, 2)
+    assert row == [ps.F(0, 0), ps.F(0, 1), ps.B(0, 0), ps.B(0, 1)]
+
+
+def test_yours_says_what_is_wrong_beyond_the_checks():
+    def bubble_of_total(p, m):
+        return (p - 1) / (m + p - 1) if p < 100 else None
+
+    with pytest.raises(grade.CheckFailed, match=r"^bubble_of_total\(100, 8\) gave None"):
+        grade.yours(bubble_of_total)(100, 8)
 
 
 def test_yours_prefers_the_reference_to_an_answer_that_is_partly_right(capsys):
@@ -378,6 +479,11 @@ def test_verdicts_are_shown_only_for_claims_that_were_judged(capsys):
     said = capsys.readouterr().out
     assert "2   wrong   right" in said and "3   ?       (judge first)" in said
     assert "You agree on 1 of 3." in said
+
+
+def test_verdicts_count_in_any_spelling(capsys):
+    grade.tally({1: " Right", 2: "HALF "}, {1: "right", 2: "half"})
+    assert "You agree on 2 of 2." in capsys.readouterr().out
 
 
 def test_self_check_says_how_to_mend(monkeypatch, capsys):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from answers01 import RIGHT, WRONG
 from pipeschool import grade
 from pipeschool.grade.core import EXERCISES
+from pipeschool.grade.unit01 import CLAIMS
 from pipeschool.grade.unit01 import EXERCISES as UNIT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SEEDS = [None, grade.seed(), 0, 1, 2]
 
@@ -64,6 +70,7 @@ def test_each_exercise_is_tried_from_both_sides(exercise):
         ("needs", "nothing_on_the_last_stage", 2.0),
         ("start_times", "gpipe_formula_whatever_the_order", 1.6),
         ("smallest_m", "no_microbatch_for_one_worker", 2.67),
+        ("smallest_m", "solved_in_floats", 2.67),
     ],
 )
 def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, capsys):
@@ -113,6 +120,12 @@ def test_new_cases_depend_on_the_seed_alone():
                 drawn.append([[x for x in case if not callable(x)] for case in cases])
             assert drawn[0] == drawn[1]
             assert drawn[0] != drawn[2] or part.title == "at the edges"
+
+
+def test_claims_and_verdicts_in_the_notebook_agree():
+    source = (ROOT / "solutions/01_synchronous_bubble/synchronous_bubble.py").read_text("utf-8")
+    verdicts = re.findall(r"<summary>Verdict</summary>\n#\n# \*\*(\w+)\.?\*\*", source)
+    assert [word.lower() for word in verdicts] == list(CLAIMS.values())
 
 
 def test_exercises_are_known_by_name():

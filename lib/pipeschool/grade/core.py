@@ -10,8 +10,10 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import getclosurevars
 from math import isclose
 from random import Random
+from types import CodeType, FunctionType
 from typing import Any
 
 from pipeschool.grade.guard import Answer, NotWritten
@@ -54,6 +56,7 @@ class Exercise:
     reference: a right answer. Later cells fall back on it until the learner's own is right.
     judge: ``judge(answer, *case)`` raises `Wrong` where the answer is not right. Without one, the
         answer must equal that of the reference.
+    as_is: `yours` hands on what the function returns as it is, not as `returns` reads it.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Exercise:
     reference: Callable[..., Any]
     parts: Sequence[Part]
     judge: Callable[..., None] | None = None
+    as_is: bool = False
 
     def try_case(self, answer: Answer, case: Case) -> None:
         """Raise `Wrong` or `NotWritten` where `answer` is not right for `case`."""
@@ -106,23 +110,24 @@ def check(function: Callable[..., Any], points: float, seed: object = None) -> f
         if seed is not None:
             rng = Random(f"{seed}/{exercise.name}/{part.title}")
             cases += [part.draw(rng, size) for size in range(1, DRAWN + 1)]
-        problem = _first_problem(exercise, answer, cases)
+        problem = _first_problem(exercise, answer, cases, len(part.cases))
         count += len(cases)
         if problem:
             wrong.append((part, problem))
         else:
             right.append(part)
     if not right:
-        raise CheckFailed(_report(exercise, [], wrong[:1]))
+        raise CheckFailed(_report(exercise, [], wrong[:1], broken=broken_helpers(function)))
     if not wrong:
         kind = "visible checks" if seed is None else "checks, new cases among them,"
-        print(f"{exercise.name}: all {count} {kind} passed")
+        print(f"{exercise.name}: all {count} {kind} passed, {points:g} of {points:g} points")
         if answer.printed_lines:
             print(f"(It also printed {answer.printed_lines} lines, which are not shown here.)")
         return float(points)
     earned = points * sum(part.share for part in right) / sum(p.share for p in exercise.parts)
     new = "" if seed is None else ", new cases included"
-    print(_report(exercise, right, wrong, f"{earned:.3g} of {points:g} points{new}"))
+    score = f"{earned:.3g} of {points:g} points{new}"
+    print(_report(exercise, right, wrong, score, broken_helpers(function)))
     return round(float(earned), 2)
 
 
@@ -134,6 +139,30 @@ def passes(function: Callable[..., Any]) -> bool:
         return not any(_first_problem(exercise, answer, part.cases) for part in exercise.parts)
     except CheckFailed:
         return False
+
+
+def broken_helpers(function: Callable[..., Any]) -> list[str]:
+    """The answers to other exercises that `function` calls and that do not pass their checks."""
+    found: dict[str, bool] = {}
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, FunctionType) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one is not function and one.__name__ in EXERCISES:
+            found[one.__name__] = passes(one)
+            continue
+        if one.__globals__ is function.__globals__:  # not into libraries
+            names = getclosurevars(one)
+            waiting += [*names.nonlocals.values(), *names.globals.values()]
+            inner = [c for c in one.__code__.co_consts if isinstance(c, CodeType)]
+            while inner:  # comprehensions and functions inside
+                code = inner.pop()
+                waiting += [one.__globals__.get(name) for name in code.co_names]
+                inner += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return sorted(name for name, right in found.items() if not right)
 
 
 def exercise_of(function: object) -> Exercise:
@@ -161,12 +190,16 @@ def same(expected: Any, got: Any) -> bool:
     return bool(expected == got)
 
 
-def _first_problem(exercise: Exercise, answer: Answer, cases: Iterable[Case]) -> Wrong | None:
-    for case in cases:
+def _first_problem(
+    exercise: Exercise, answer: Answer, cases: Iterable[Case], visible: int = 0
+) -> Wrong | None:
+    """The first case that fails. The `visible` cases come first, the smallest of them in front."""
+    for number, case in enumerate(cases):
         try:
             exercise.try_case(answer, case)
         except Wrong as wrong:
             wrong.case = wrong.case or answer.latest
+            wrong.smallest = number < visible
             wrong.printed = answer.printed.getvalue()
             return wrong
         except NotWritten as stub:
@@ -179,7 +212,11 @@ def _first_problem(exercise: Exercise, answer: Answer, cases: Iterable[Case]) ->
 
 
 def _report(
-    exercise: Exercise, right: list[Part], wrong: list[tuple[Part, Wrong]], earned: str = ""
+    exercise: Exercise,
+    right: list[Part],
+    wrong: list[tuple[Part, Wrong]],
+    earned: str = "",
+    broken: Sequence[str] = (),
 ) -> str:
     if right:
         sides = [" and ".join(part.title for part in right)]
@@ -187,14 +224,16 @@ def _report(
         lines = [f"{exercise.name}: {earned}. Right {', '.join(sides)}."]
     else:
         lines = [f"{exercise.name} is not right yet."]
+    for name in broken:
+        lines.append(f"  {'mend this first:':<23}your {name}, which it uses, fails its own checks")
     for part, problem in wrong:
         rows = [
-            ("smallest failing case", problem.case),
+            (f"{'smallest' if problem.smallest else 'first'} failing case", problem.case),
             ("expected", problem.expected),
             ("got", problem.got),
             ("raised at", problem.line),
             ("it printed", " / ".join(problem.printed.split("\n")[:3]).strip(" /")),
-            ("where to look", part.hint),
+            ("where to look", problem.hint or part.hint),
         ]
         lines += [f"  {name + ':':<23}{text}" for name, text in rows if text]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import ctypes
 import io
@@ -14,7 +15,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from pipeschool.grade.plain import Wrong, show
+from pipeschool.actions import KINDS
+from pipeschool.grade.plain import Wrong, code, show
 
 SECONDS = 2.0  # for one call; the calls here need milliseconds
 
@@ -54,7 +56,7 @@ class Answer:
         given = copy.deepcopy(args)
         output = self.printed = Output()
         try:
-            with redirect_stdout(output), redirect_stderr(output), time_limit(SECONDS):
+            with redirect_stdout(output), redirect_stderr(output), no_input(), time_limit(SECONDS):
                 value = self.returns(self.function(*given))
         except (Wrong, KeyboardInterrupt):
             raise
@@ -65,13 +67,19 @@ class Answer:
             frame = own_frame(error)
             raise NotWritten(frame.name if frame else self.function.__name__) from None
         except BaseException as error:  # also exit()
-            raise Wrong("no error", _error_text(error), line=_line_text(error)) from None
+            line = _line_text(error)
+            hint = "that line: which values do its variables have in this case?" if line else ""
+            raise Wrong("no error", _error_text(error), line=line, hint=hint) from None
         finally:
             self.printed_lines += output.lines
         for name, before, after in zip(self.names, args, given, strict=True):
             if repr(before) != repr(after):
-                got = f"the call changed it to {show(after)}: work on a copy, such as list({name})"
-                raise Wrong(f"`{name}` left as it was: {show(before)}", got)
+                texts = show(before), show(after)
+                if texts[0] == texts[1]:  # such as 1 and 1.0
+                    texts = repr(before)[:160], repr(after)[:160]
+                got = f"the call changed it to {texts[1]}"
+                hint = f"where `{name}` is changed: work on a copy, such as list({name})"
+                raise Wrong(f"`{name}` left as it was: {texts[0]}", got, hint=hint)
         return value
 
 
@@ -88,12 +96,27 @@ class Output(io.StringIO):
 
 
 def call_text(names: list[str], args: tuple[Any, ...]) -> str:
-    """Arguments as they would be written in a call."""
+    """Arguments as they would be written in a call, to be pasted into a cell."""
     parts = []
     for name, value in zip(names, args, strict=True):
-        text = getattr(value, "__name__", None) or show(value)
+        text = getattr(value, "__name__", None) or code(value)
         parts.append(f"{name}={text}")
     return ", ".join(parts)
+
+
+@contextmanager
+def no_input() -> Iterator[None]:
+    """Let a call of `input()` inside fail at once: there is nobody to answer."""
+
+    def refuse(*_: object) -> str:
+        raise EOFError("input() is not for answers: all that you need is in the arguments")
+
+    before = builtins.input
+    builtins.input = refuse
+    try:
+        yield
+    finally:
+        builtins.input = before
 
 
 @contextmanager
@@ -145,7 +168,10 @@ def _line_text(error: BaseException) -> str:
 def _error_text(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, NameError):
-        text += " (have you run the cells above?)"
+        if error.name in (*KINDS, "Action"):
+            text += f" (write ps.{error.name})"
+        else:
+            text += " (have you run the cells above?)"
     if isinstance(error, SystemExit):
         text = "a call of exit(), which would end the notebook's kernel"
     return text

@@ -7,7 +7,7 @@ everything gets nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from math import isfinite, nan
 from operator import index
@@ -22,13 +22,20 @@ MOST_ITEMS = 100_000  # no answer is longer; an endless generator stops here
 class Wrong(Exception):
     """One case that failed: what was expected, and what came."""
 
-    def __init__(self, expected: str, got: str, case: str = "", line: str = ""):
+    def __init__(self, expected: str, got: str, case: str = "", line: str = "", hint: str = ""):
         super().__init__(expected, got)
         self.expected = expected
         self.got = got
         self.case = case  # empty: the latest call of the learner's function
         self.line = line  # the learner's own line, where their code raised
+        self.hint = hint  # where to look, if that of the part does not fit
+        self.smallest = False  # is it the smallest case that fails, or only the first?
         self.printed = ""  # what their code printed meanwhile
+
+
+def mistyped(wanted: str, got: str) -> Wrong:
+    """For an answer of another type, which has nothing to do with the exercise's own pitfalls."""
+    return Wrong(wanted, got, hint="what you return: the stub's docstring says what it should be")
 
 
 def require(right: bool, expected: str, got: str, case: str = "") -> None:
@@ -60,6 +67,21 @@ def _text(value: object) -> str:
         return f"an object of type {type(value).__name__}"
 
 
+def code(value: object) -> str:
+    """A value as code to paste into a cell; where it would be long, or is no plain data, `show`."""
+    text = _code(value)
+    return text if text and len(text) <= 200 else show(value)
+
+
+def _code(value: object) -> str:
+    if isinstance(value, Action) and len(value) == 3 and value.kind in ("F", "B", "I", "W", "U"):
+        return f"ps.{value.kind}({value.stage!r}, {value.microbatch!r})"
+    if type(value) is list:
+        parts = [_code(item) for item in value]
+        return f"[{', '.join(parts)}]" if all(parts) else ""
+    return repr(value) if type(value) in (int, float, str, bool) else ""
+
+
 def whole_number(value: object) -> int:
     """An int; a float that is whole will do."""
     try:
@@ -68,7 +90,9 @@ def whole_number(value: object) -> int:
             return int(exact) if exact.is_integer() else int(index(value))  # type: ignore
     except (TypeError, ValueError, OverflowError):
         pass
-    raise Wrong("a whole number", described(value))
+    if isinstance(value, float):
+        raise Wrong("a whole number", described(value))
+    raise mistyped("a whole number", described(value))
 
 
 def number(value: object) -> float:
@@ -78,18 +102,18 @@ def number(value: object) -> float:
     except (TypeError, ValueError, OverflowError):
         exact = nan
     if not isfinite(exact):
-        raise Wrong("a number", described(value))
+        raise mistyped("a number", described(value))
     return exact
 
 
 def whole_numbers(value: object) -> list[int]:
     """A list of ints."""
-    return [whole_number(x) for x in items(value, "a list of whole numbers")]
+    return _each(whole_number, value, "a list of whole numbers")
 
 
 def numbers(value: object) -> list[float]:
     """A list of floats."""
-    return [number(x) for x in items(value, "a list of numbers")]
+    return _each(number, value, "a list of numbers")
 
 
 def action(value: object) -> Action:
@@ -98,29 +122,41 @@ def action(value: object) -> Action:
         kind, stage, microbatch = tuple(value)
         if type(kind) is str and kind in KINDS:
             return Action(kind, whole_number(stage), whole_number(microbatch))
-    raise Wrong("an action, such as ps.F(0, 0) or ps.B(0, 0)", described(value))
+    raise mistyped("an action, such as ps.F(0, 0) or ps.B(0, 0)", described(value))
 
 
 def actions(value: object) -> list[Action]:
     """A list of actions."""
-    return [action(x) for x in items(value, "a list of actions, such as [ps.F(0, 0), ps.B(0, 0)]")]
+    return _each(action, value, "a list of actions, such as [ps.F(0, 0), ps.B(0, 0)]")
 
 
 def times(value: object) -> dict[Action, float]:
     """A dictionary from actions to seconds."""
     wanted = "a dictionary {action: seconds}, such as {ps.F(0, 0): 0.0}"
     if not isinstance(value, Mapping):
-        raise Wrong(wanted, described(value))
+        raise mistyped(wanted, described(value))
     return {action(key): number(value[key]) for key in items(value.keys(), wanted)}
 
 
 def items(value: object, wanted: str) -> list[Any]:
     """The items of a list or of anything like it."""
     if isinstance(value, (str, bytes, Mapping, Action)) or not isinstance(value, Iterable):
-        raise Wrong(wanted, described(value))
+        raise mistyped(wanted, described(value))
     found = list(islice(value, MOST_ITEMS + 1))
     if len(found) > MOST_ITEMS:
         raise Wrong(wanted, f"more than {MOST_ITEMS} items: does it ever end?")
+    return found
+
+
+def _each(reader: Callable[[object], Any], value: object, wanted: str) -> list[Any]:
+    found: list[Any] = []
+    for item in items(value, wanted):
+        try:
+            found.append(reader(item))
+        except Wrong as wrong:
+            got = f"{show(item)}, of type {type(item).__name__}"
+            expected = f"{wrong.expected} as item {len(found)} of the list"
+            raise Wrong(expected, got, hint=wrong.hint) from None
     return found
 
 

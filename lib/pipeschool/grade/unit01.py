@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import ceil, isclose
 from random import Random
 
-from pipeschool.actions import Action, B, F, Schedule, peak_in_flight
+from pipeschool.actions import Action, B, F, Schedule, U, peak_in_flight
 from pipeschool.check import check
 from pipeschool.cost import Cost
 from pipeschool.grade import plain
@@ -210,8 +210,8 @@ GPIPE_ORDER = order_exercise(
     "gpipe_order",
     gpipe,
     judge_gpipe,
-    "read one row of the chart from left to right; `worker` is also the number of the stage, and "
-    "microbatches are counted from 0 to m - 1",
+    "the rule at the start of section 3: all forwards, then all backwards; `worker` is also the "
+    "number of the stage, and microbatches are counted from 0 to m - 1",
 )
 
 # --- dependencies and start times ----------------------------------------------------------------
@@ -428,8 +428,13 @@ BUBBLE_OF_IDEAL = bubble_exercise(
 
 
 def random_row(rng: Random, size: int) -> list[Action]:
-    """Forwards and backwards of one worker, each backward somewhere after its forward."""
-    return random_order(rng, 1, size)(0, 1, size)
+    """Two batches of one worker, an update after each; backwards somewhere after their forwards."""
+    row: list[Action] = []
+    for batch in (0, 1):
+        for kind, stage, k in random_order(rng, 1, size)(0, 1, size):
+            row.append(Action(kind, stage, k + batch * size))
+        row.append(U(0, batch))
+    return row
 
 
 PEAK_ACTIVATIONS = Exercise(
@@ -444,6 +449,7 @@ PEAK_ACTIVATIONS = Exercise(
                 ([F(0, 0), B(0, 0), F(0, 1), B(0, 1)],),
                 ([F(0, 0), F(0, 1), B(0, 0), B(0, 1)],),
                 ([F(0, 0), F(0, 1), B(0, 1), F(0, 2), B(0, 0), B(0, 2)],),
+                ([F(0, 0), B(0, 0), U(0, 0), F(0, 1), F(0, 2), B(0, 1), B(0, 2), U(0, 1)],),
                 ([F(0, 0), F(0, 1), B(0, 0), F(0, 2), F(0, 3), *(B(0, k) for k in (1, 2, 3))],),
                 (_NAIVE(1, 4, 8),),
                 (_1F1B(1, 4, 8),),
@@ -451,7 +457,7 @@ PEAK_ACTIVATIONS = Exercise(
             ],
             draw=lambda rng, size: (random_row(rng, size + 1),),
             hint="walk along the row with a counter: what does an F add, what does a B take away, "
-            "and when was the counter highest?",
+            "and when was the counter highest? An update U changes nothing",
         )
     ],
 )
@@ -484,6 +490,9 @@ def draw_target(rng: Random, size: int) -> Case:
     return p, round((p - 1) / (rng.randint(1, 5 * size) + 0.5 + p - 1), 6)
 
 
+# A bubble that is exactly a fifth; but (p - 1) * (1 - 0.2) / 0.2 is a little more than 4 (p - 1).
+EXACT = [(4, 0.2), (7, 0.2), (13, 0.2)]
+
 SMALLEST_M = Exercise(
     name="smallest_m",
     arguments="p target",
@@ -496,15 +505,17 @@ SMALLEST_M = Exercise(
             share=2,
             cases=[(2, 0.4), (4, 0.7), (4, 0.31), (4, 0.11), (8, 0.21), (8, 0.06)],
             draw=draw_target,
-            hint="of total, not of ideal; and a little too few microbatches miss the target",
+            hint="of total, not of ideal; with one microbatch less than the answer, the bubble is "
+            "larger than the target",
         ),
         Part(
             title="at the edges",
             share=1,
-            cases=[(1, 0.5), (2, 0.5), (4, 0.75), (4, 0.25), (5, 0.125)],
+            cases=[(1, 0.5), (2, 0.5), (4, 0.75), (4, 0.25), (5, 0.125), *EXACT],
             draw=lambda rng, size: (1, 1 / (size + 1)),
             hint="a bubble that equals the target is small enough; a batch has at least one "
-            "microbatch, even where there is no bubble at all",
+            "microbatch, even where there is no bubble at all. And floats are rounded: "
+            "3 * 0.8 / 0.2 is not 12 in Python. It is safer to compare the bubble itself",
         ),
     ],
 )
