@@ -52,7 +52,8 @@ LOOK = """() => ({
     images: [...document.querySelectorAll('.jp-Notebook .jp-Cell img')]
         .map(image => ({ alt: image.alt, width: image.naturalWidth })),
 })"""
-# The page says "idle" even before a kernel is there, and what is run then is lost. The session knows.
+# The page says "idle" even before there is a kernel, and what is run then is lost. The session
+# knows.
 KERNEL_IS_IDLE = """() => {
     const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
     const kernel = context?.isReady && context.session?.kernel;
