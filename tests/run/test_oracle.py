@@ -66,7 +66,7 @@ CHOICES: dict[str, list[Any]] = {
     "rule": RULES,
     "p": [1, 2, 3, 4, 5, 6],
     "optimizer": list(OPTIMIZERS),
-    "stream": [(1, 1), (5, 3), (7, 2), (10, 5), (50, 1)],
+    "stream": [(1, 1), (5, 3), (7, 2), (5, 6), (50, 1)],
     "scheduler": list(SCHEDULERS),
     "clip": [None, 0.05, 100.0],
     "uneven": [False, True],
