@@ -339,10 +339,10 @@ def mismatched(trace: Trace) -> list[tuple[int, int]]:
 def pairs(value: object) -> list[tuple[int, int]]:
     """A reader: a list of pairs of whole numbers."""
     wanted = "a list of pairs (stage, microbatch), such as [(0, 3)]"
-    found = [tuple(plain.whole_numbers(item)) for item in plain.items(value, wanted)]
+    found = [plain.items(item, wanted) for item in plain.items(value, wanted)]
     if any(len(item) != 2 for item in found):
         raise Wrong(wanted, described(value))
-    return found  # type: ignore[return-value]  # each has two
+    return [(plain.whole_number(stage), plain.whole_number(k)) for stage, k in found]
 
 
 def judge_mismatched(answer: Answer, trace: Trace) -> None:
