@@ -447,13 +447,13 @@ ps.draw.gantt(few, many)
 #
 # There is no $m$ in it! The triangles are as large for 8 microbatches as for 80.
 #
-# **Try it.** Move the sliders. As `m` grows, which of the first three lines of the table change, and how does the makespan minus the work $m\,(t_F + t_B)$ of one worker change? And as `p` grows?
+# **Try it.** Move the sliders, and watch the first four lines of the table. Which of them change as `m` grows, and which one stays? And as `p` grows?
 
 # %%
 ps.widgets.explore("gpipe")
 
 # %% [markdown]
-# With every microbatch the makespan grows by $t_F + t_B$, and both bubbles shrink, while the waiting of one worker stays $(p - 1)(t_F + t_B)$. It grows only with `p`. So what do microbatches buy? More useful work between the same triangles.
+# With every microbatch the makespan grows by $t_F + t_B$, and both bubbles shrink, while the waiting of each worker stays $(p - 1)(t_F + t_B)$. It grows only with `p`, and with the times themselves. So what do microbatches buy? More useful work between the same triangles.
 #
 # (In the sliders one microbatch always takes the same time. With a fixed batch, more microbatches are smaller ones: then the useful part stays, and the triangles shrink. The *share* of waiting is the same in both views.)
 #
