@@ -179,9 +179,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Samples x seeds x length x width, as the input."""
         split = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.movedim(-3, 0).transpose(-3, -2)
+        query, key, value = split.flatten(0, 1).permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(seen.transpose(-3, -2).flatten(-2))
+        x = x + self.attention_out(seen.transpose(1, 2).reshape(x.shape))
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
