@@ -5,12 +5,12 @@
 #
 # **After this unit you can**
 #
-# - say what asynchrony gains: nothing for one batch, and how much for a stream of them,
+# - say what asynchrony gains for one batch, and what for a stream of many,
 # - write the asynchronous order of one worker, updates included, and run it on real workers,
 # - tell latency from throughput, and find the stage that sets the pace,
 # - read from a run which weights every action met, and prove a gradient wrong.
 #
-# **It takes** 45 to 60 minutes. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): microbatches, GPipe, and the bubble.
+# **It takes** 45 to 60 minutes, with a place to stop after section 5. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): microbatches, GPipe, and the bubble.
 #
 # Nine exercises earn points. As in unit 01, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -313,8 +313,12 @@ for batches in (1, 2, 20, 100):
 # - **latency**: the seconds between a cup's first forward and its last backward. That is what the customer feels.
 # - **throughput**: how many cups are done per second. That is what the shop earns.
 #
-# **Predict.** Three shops with four stations: one cup at a time (naive), batches of eight with meetings (GPipe), no meetings (your stream). Put them in order, by latency and by throughput.
-#
+# **Predict.** Three shops with four stations, 1 second forward and 2 seconds backward: one cup at a time (naive), batches of eight with meetings (GPipe), no meetings (a long stream). How long is a cup on its way, on average?
+
+# %%
+guess_latency = {"naive": None, "gpipe": None, "pipedream": None}  # seconds
+
+# %% [markdown]
 # ### Exercise 5: latency (2 points)
 #
 # A trace knows when everything happened. `trace.spans` is a list of spans of all workers. Each has an `.action` (with `.kind`, `.stage` and `.microbatch`), a `.start` and an `.end` in seconds. Careful: in an update U the number counts updates. It is no microbatch.
@@ -345,12 +349,14 @@ grade.check(latency, points=2, seed=grade.seed())
 
 # %%
 latency_of = grade.yours(latency)
-print("\n                 latency (mean)   throughput   latency x throughput")
+table = "\n                 latency (mean)   throughput   latency x throughput\n"
 for schedule in (ps.naive(4, 8, 20), ps.gpipe(4, 8, 20), ps.pipedream(4, 8, 20)):
     trace = ps.simulate(schedule, cost)
     mean = sum(latency_of(trace, k) for k in range(160)) / 160
     throughput = 160 / trace.makespan
-    print(f"{trace.name:<16} {mean:>12.2f} s {throughput:>8.3f} / s {mean * throughput:>16.2f}")
+    grade.reveal(guess_latency[trace.name], round(mean, 2), f"seconds for a cup, {trace.name}")
+    table += f"{trace.name:<16} {mean:>12.2f} s {throughput:>8.3f} / s {mean * throughput:>16.2f}\n"
+print(table)
 
 # %% [markdown]
 # The stream's latency is nearly that of the naive shop. A pipeline does not make a cup any faster. It makes more of them at the same time: the throughput is nearly $p$ times as high. GPipe's cups take longest, because each of them waits for the last one of its batch.
@@ -358,7 +364,7 @@ for schedule in (ps.naive(4, 8, 20), ps.gpipe(4, 8, 20), ps.pipedream(4, 8, 20))
 # The last column is no accident: latency times throughput is the mean number of cups on the way. This is *Little's law*, and it holds for every queue there is. One cup in the naive shop, nearly $p$ in the stream.
 
 # %% [markdown]
-# ## 5. The slowest station
+# ## 5. One slow station
 #
 # Toppings now take twice as long as everything else: stage 2 needs 2 seconds for a forward and 4 for a backward, the others 1 and 2. There are no meetings any more. So do the other three get more done?
 #
@@ -411,6 +417,8 @@ for worker, busy in enumerate(measured_slow.busy):
 
 # %% [markdown]
 # Worker 2 never rests, and the three others rest half of the time. Dropping the barrier does not help them: the cups they wait for are not made yet. In the steady state, the throughput of a line is that of its slowest stage. How to cut a model so that no stage is slow is a topic of unit 05.
+#
+# **Here is a good place to stop.** So far it was about time. The rest is about what it costs. When you come back, run the cells from the top: it takes less than a minute.
 
 # %% [markdown]
 # ## 6. Whose recipe was it?

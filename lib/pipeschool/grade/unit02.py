@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf, isinf, prod
 from random import Random
 
@@ -239,6 +238,15 @@ def latency(trace: Trace, microbatch: int) -> float:
     return max(s.end for s in spans) - min(s.start for s in spans)
 
 
+def simulated(build: Callable[..., Schedule], *shape: int, **options: str) -> Trace:
+    """A trace that messages show as the code that gives it, to be pasted into a cell."""
+    trace = simulate(build(*shape), **options)  # type: ignore[arg-type]
+    call = f"ps.{build.__name__}({', '.join(map(str, shape))})"
+    more = "".join(f", {name}={value!r}" for name, value in options.items())
+    object.__setattr__(trace, "__name__", f"ps.simulate({call}{more})")  # a frozen dataclass
+    return trace
+
+
 def draw_latency(build: Callable[..., Schedule]) -> Callable[[Random, int], Case]:
     def draw(rng: Random, size: int) -> Case:
         p, m, batches = rng.randint(2, 4), rng.randint(2, size + 1), rng.randint(1, 3)
@@ -257,10 +265,10 @@ LATENCY = Exercise(
         Part(
             title="in a stream",
             cases=[
-                (simulate(pipedream(1, 2)), 1),
-                (simulate(pipedream(2, 2)), 0),
-                (simulate(pipedream(2, 3)), 1),
-                (simulate(pipedream(4, 16)), 9),
+                (simulated(pipedream, 1, 2), 1),
+                (simulated(pipedream, 2, 2), 0),
+                (simulated(pipedream, 2, 3), 1),
+                (simulated(pipedream, 4, 16), 9),
             ],
             draw=draw_latency(pipedream),
             hint="the clock of a microbatch starts when its own first forward starts, and stops "
@@ -269,11 +277,11 @@ LATENCY = Exercise(
         Part(
             title="with a flush",
             cases=[
-                (simulate(gpipe(1, 2)), 0),
-                (simulate(gpipe(2, 2)), 0),
-                (simulate(naive(2, 3)), 1),
-                (simulate(gpipe(4, 8)), 0),
-                (simulate(gpipe(4, 4, 3)), 2),
+                (simulated(gpipe, 1, 2), 0),
+                (simulated(gpipe, 2, 2), 0),
+                (simulated(naive, 2, 3), 1),
+                (simulated(gpipe, 4, 8), 0),
+                (simulated(gpipe, 4, 4, 3), 2),
             ],
             draw=draw_latency(gpipe),
             hint="the number in a U counts updates, not microbatches",
@@ -366,7 +374,7 @@ def judge_mismatched(answer: Answer, trace: Trace) -> None:
 
 
 def stream_trace(p: int, n: int, weights: str) -> Trace:
-    return replace(simulate(pipedream(p, n), weights=weights), name=f"pipedream, {weights}")
+    return simulated(pipedream, p, n, weights=weights)
 
 
 def random_trace(rng: Random, size: int) -> Trace:
@@ -399,7 +407,7 @@ MISMATCHED = Exercise(
                 (random_trace(Random(3), 2),),
                 (random_trace(Random(5), 5),),
                 (stream_trace(3, 4, "stash"),),
-                (simulate(gpipe(2, 2, 2)),),
+                (simulated(gpipe, 2, 2, 2),),
                 (stream_trace(1, 3, "latest"),),
             ],
             draw=lambda rng, size: (random_trace(rng, size),),
