@@ -35,6 +35,7 @@ class Job:
     rendezvous: str  # file through which the workers find each other
     nan_check: bool
     seed: int
+    engine: str = "pipeschool"  # or "torch"
 
 
 @dataclass

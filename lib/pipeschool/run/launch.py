@@ -80,6 +80,7 @@ class Options:
     seed: int
     history: bool
     update_stages: bool
+    engine: str = "pipeschool"
 
 
 def launch(
@@ -95,7 +96,7 @@ def launch(
     With `state` the run goes on where an earlier one ended.
     """
     schedule, data = fit_batches(schedule, batches)
-    schedule = check(lower(check(schedule)))
+    given, schedule = schedule, check(lower(check(schedule)))
     check_stages(schedule, stages)
     if schedule.p > MOST_WORKERS:
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
@@ -103,6 +104,10 @@ def launch(
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
+    if options.engine == "torch":
+        from pipeschool.run import torch_engine
+
+        torch_engine.refuse(given, inputs, targets, options.nan_check)
     backend, devices = choose_device(options.device, schedule.p)
     paces = pace_table(options.pace, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
@@ -125,6 +130,7 @@ def launch(
                 rendezvous=(Path(folder) / "rendezvous").as_uri(),
                 nan_check=options.nan_check,
                 seed=options.seed,
+                engine=options.engine,
             )
             for worker in range(schedule.p)
         ]

@@ -41,11 +41,7 @@ class Stage:
     def loss(self, microbatch: int, loss: Loss, target: Any) -> Tensor:
         """The last stage's loss, which takes the place of its outputs."""
         leaves, outputs = self.in_flight[microbatch]
-        value = loss(outputs[0] if len(outputs) == 1 else outputs, target)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
-        if not value.requires_grad:
-            raise ValueError("the loss does not depend on anything that can be trained")
+        value = loss_of(loss, outputs, target)
         self.in_flight[microbatch] = leaves, (value,)
         return value
 
@@ -66,6 +62,16 @@ class Stage:
             torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
         self.weights.collect(version)
         return tuple(leaf.grad for leaf in leaves)
+
+
+def loss_of(loss: Loss, outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+    """The loss of a microbatch; ValueError in one sentence where it is not one number to train."""
+    value = loss(outputs[0] if len(outputs) == 1 else outputs, target)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on anything that can be trained")
+    return value
 
 
 def as_leaf(x: Tensor) -> Tensor:

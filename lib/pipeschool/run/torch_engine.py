@@ -1,0 +1,304 @@
+"""PyTorch's own pipeline engine, ``torch.distributed.pipelining``, behind the same call.
+
+What crosses over is the schedule file: PyTorch reads our compute-only CSV, adds the messages
+itself, and runs the result with its stages and its sends. Ours are the model, the microbatches,
+the optimizer, and the clock: each action is timed, and paced, inside the stage.
+
+The names used here are private and have moved between versions of PyTorch; they are used in this
+file and in no other. `shipped` gives the schedules that PyTorch comes with.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from pipeschool.actions import Action, Schedule
+from pipeschool.formats import to_csv
+from pipeschool.lower import compute_only
+from pipeschool.run.job import Failure, Job, Report
+from pipeschool.run.stage import Tensors, describe, loss_of
+from pipeschool.run.transport import PeerLost
+from pipeschool.run.weights import StageWeights, on_cpu
+from pipeschool.run.worker import failure
+from pipeschool.trace import Span
+from pipeschool.versions import policy_named
+
+
+def refuse(
+    schedule: Schedule, inputs: Sequence[Tensors], targets: Sequence[Any], nan_check: bool
+) -> None:
+    """ValueError, in one sentence, for what PyTorch's engine cannot do.
+
+    schedule: as the caller gave it, for all batches. inputs, targets: those of all microbatches.
+    """
+    if not schedule.synchronous:
+        policy = getattr(schedule.weights, "__name__", schedule.weights)
+        raise ValueError(
+            f"engine='torch' runs only synchronous schedules, and {schedule.name} has "
+            f"weights={policy!r}: PyTorch's engine keeps no weight versions"
+        )
+    if schedule.lowered:
+        raise ValueError(
+            "engine='torch' adds sends and receives itself: give it the schedule without them"
+        )
+    if schedule.updates_every != schedule.m or one_batch(schedule).repeat(
+        schedule.batches
+    ).workers != _updates_last(schedule):
+        raise ValueError(
+            f"engine='torch' does whole batches one after another, the same way each: "
+            f"{schedule.name} must end every batch of m={schedule.m} in one update of each stage, "
+            f"and only then go on"
+        )
+    if schedule.stages % schedule.p:
+        raise ValueError(
+            f"engine='torch' needs the same number of stages on every worker, and {schedule.name} "
+            f"has {schedule.stages} on {schedule.p}"
+        )
+    if nan_check:
+        raise ValueError("engine='torch' cannot look for NaN: leave nan_check out")
+    if not all(isinstance(target, Tensor) for target in targets):
+        raise ValueError("engine='torch' needs targets that are one tensor, not several")
+    for name, pieces in (("inputs", inputs), ("targets", targets)):
+        kinds = list(dict.fromkeys(map(describe, pieces)))
+        if len(kinds) > 1:
+            raise ValueError(
+                f"engine='torch' needs all microbatches alike, so that m={schedule.m} must divide "
+                f"the samples of a batch, but there are {name} {kinds[0]} and {kinds[1]}"
+            )
+
+
+def one_batch(schedule: Schedule) -> Schedule:
+    """The first batch of a synchronous schedule, updates at the end of each row."""
+    rows = []
+    for row in compute_only(schedule).workers:
+        work = [a for a in row if a.kind != "U" and a.microbatch < schedule.m]
+        rows.append((*work, *(a for a in row if a.kind == "U" and a.microbatch == 0)))
+    return Schedule(schedule.name, schedule.p, schedule.m, tuple(rows))
+
+
+def _updates_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """The rows, the updates of a batch put after its last action."""
+    rows = []
+    for row in schedule.workers:
+        batch = [a.microbatch if a.kind == "U" else a.microbatch // schedule.m for a in row]
+        order = sorted(range(len(row)), key=lambda i: row[i].kind == "U")
+        rows.append(tuple(row[i] for i in sorted(order, key=batch.__getitem__)))
+    return tuple(rows)
+
+
+def work(rank: int, job: Job, device: torch.device, board: MutableSequence[int]) -> Report | Failure:
+    """What a worker does with its job under PyTorch's engine."""
+    row = Row(rank, job, board)
+    try:
+        return _work(row, device)
+    except RuntimeError as error:
+        # PyTorch raises its own errors under other names; this is how gloo and NCCL say it.
+        lost = row.under_way is None and type(error) is RuntimeError
+        return failure(row.at, PeerLost(str(error).splitlines()[0]) if lost else error)
+    except Exception as error:
+        return failure(row.at, error)
+
+
+def _work(row: Row, device: torch.device) -> Report:
+    job = row.job
+    schedule = job.schedule
+    m, count = schedule.m, schedule.stages
+    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # prints all rows on errors
+    for index, module in job.modules.items():
+        policy = policy_named(schedule.weights)(index, count, schedule.updates_every)
+        row.weights[index] = StageWeights(module, job.update, policy)
+        if index in job.restore:
+            row.weights[index].restore(job.restore[index])
+    stages = [Stage(row, module, i, count, device) for i, module in sorted(job.modules.items())]
+    engine = Engine(row, stages, m)
+
+    def microbatches(batch: int) -> tuple[list[Tensors], list[Any] | None]:
+        these = slice(batch * m, batch * m + m)
+        inputs = job.inputs[these] if job.inputs is not None else [()] * m
+        targets = job.targets[these] if job.targets is not None else None
+        return (
+            [tuple(x.to(device) for x in values if x is not None) for values in inputs],
+            None if targets is None else [target.to(device) for target in targets],
+        )
+
+    engine.prepare(*microbatches(0))
+    dist.barrier()
+    for row.batch in range(schedule.batches):
+        engine.step(*microbatches(row.batch))
+        for stage in stages:
+            row.update(stage)
+    row.go_on(len(row.actions))
+    for index, weights in row.weights.items():
+        row.report.gradients[index] = on_cpu(weights.last_gradients)
+        row.report.states[index] = weights.state(job.modules[index])
+        row.report.parameter_bytes += weights.bytes
+    row.report.generator = torch.get_rng_state()
+    return row.report
+
+
+class Row:
+    """One worker's row while PyTorch's engine does it: what is under way, and since when.
+
+    The board, on which the controller looks, counts the actions of our own lowered row, though
+    PyTorch's messages may stand in other places: after an action a worker is said to be at what
+    follows it, which is a receive where it has to wait for one.
+    """
+
+    def __init__(self, rank: int, job: Job, board: MutableSequence[int]):
+        self.rank = rank
+        self.job = job
+        self.board = board
+        self.actions = job.schedule.workers[rank]
+        self.position = {action: position for position, action in enumerate(self.actions)}
+        self.batch = 0
+        self.under_way: Action | None = None
+        self.start = 0.0
+        self.weights: dict[int, StageWeights] = {}
+        self.report = Report()
+
+    @property
+    def at(self) -> Action | None:
+        """What the board says."""
+        position = self.board[self.rank]
+        return self.actions[min(position, len(self.actions) - 1)] if position >= 0 else None
+
+    def go_on(self, position: int) -> None:
+        """Say on the board what comes next; a send is done by PyTorch, and never waited for."""
+        while position < len(self.actions) and self.actions[position].kind in ("SEND_F", "SEND_B"):
+            position += 1
+        self.board[self.rank] = position
+
+    def begin(self, kind: str, stage: int, number: int) -> None:
+        """An action starts; `number` counts within the batch."""
+        size = 1 if kind == "U" else self.job.schedule.m
+        self.under_way = Action(kind, stage, number + self.batch * size)
+        self.board[self.rank] = self.position[self.under_way]
+        self.start = time.perf_counter()
+
+    def end(self) -> None:
+        """The action is done: wait until its declared time is over, if there is one."""
+        action = self.under_way
+        assert action is not None
+        if self.job.pace and action.kind in self.job.pace:
+            until = self.start + self.job.pace[action.kind][action.stage]
+            while (left := until - time.perf_counter()) > 0:
+                time.sleep(left)
+        version = self.weights[action.stage].ledger.newest
+        self.report.spans.append(Span(self.rank, action, self.start, time.perf_counter(), version))
+        self.under_way = None
+        self.go_on(self.position[action] + 1)
+
+    def update(self, stage: Stage) -> None:
+        """An optimizer update from the gradients that PyTorch has collected in the parameters."""
+        weights = self.weights[stage.stage_index]
+        self.begin("U", stage.stage_index, 0)
+        weights.gradients = {
+            name: parameter.grad
+            for name, parameter in stage.submod.named_parameters()
+            if parameter.grad is not None
+        }
+        version = weights.update(self.under_way)
+        if self.job.history:
+            after = self.report.history.setdefault(stage.stage_index, [])
+            after.append(on_cpu(version.parameters))
+        self.end()
+
+
+class Stage(PipelineStage):
+    """PyTorch's stage, on the clock of a `Row`."""
+
+    def __init__(self, row: Row, module: nn.Module, index: int, count: int, device: torch.device):
+        super().__init__(module, index, count, device)
+        self.row = row
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward. Its action goes on until `Engine` has computed the loss."""
+        self.row.begin("F", self.stage_index, fwd_chunk_id)
+        with unwrapped():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
+        """The whole backward, or its input half. PyTorch leaves the latter out on stage 0."""
+        self.row.begin("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
+        with unwrapped():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+        self.row.end()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight half of a split backward."""
+        self.row.begin("W", self.stage_index, bwd_chunk_id)
+        with unwrapped():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.row.end()
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        """PyTorch learns shapes by running the first microbatch. It gets a copy of the module: the
+        statistics of a batch norm must not see that microbatch twice."""
+        self.row.go_on(self.row.position[Action("F", self.stage_index, 0)])
+        return super()._compute_outputs(*args, module=copy.deepcopy(module), **kwargs)
+
+
+class Engine(schedules._PipelineScheduleRuntime):
+    """PyTorch's runtime with our schedule. It divides gradients by m: the mean over the batch."""
+
+    def __init__(self, row: Row, stages: list[Stage], m: int):
+        super().__init__(stages, m, loss_fn=row.job.loss)
+        self.row = row
+        self.losses: dict[int, Tensor] = {}  # of microbatches in flight
+        with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
+            file = Path(folder) / "schedule.csv"
+            file.write_text(to_csv(one_batch(row.job.schedule)), encoding="utf-8")
+            self._load_csv(str(file))
+
+    def prepare(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
+        """Connect to the neighbours, and let the stages learn the shapes that they will meet."""
+        for stage in self._stages:
+            stage.has_backward = True
+        self._initialize_stages(inputs[0], {}, targets[0] if targets else None)
+
+    def step(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
+        """Do one batch: what the public `step` does once it has cut it into microbatches."""
+        for stage in self._stages:
+            stage.clear_runtime_states()
+        self._step_microbatches(inputs, None, targets, return_outputs=False)
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Any = None) -> Tensor:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        return loss_of(self.row.job.loss, tuple(outputs), target)
+
+    def _maybe_compute_loss(
+        self, stage: Stage, output: Any, targets: Any, microbatch: int, loss_kwargs: Any = None
+    ) -> None:
+        """The loss belongs to the last stage's forward, which ends here. PyTorch would count
+        losses in the order of the forwards; here each keeps the number of its microbatch."""
+        if stage.is_last:
+            loss = self._compute_loss(output, targets[microbatch])
+            self.losses[microbatch] = loss
+            self.row.report.losses[self.row.under_way.microbatch] = loss.item()
+        self.row.end()
+
+    def _maybe_get_loss(self, stage: Stage, microbatch: int) -> Tensor | None:
+        return self.losses.pop(microbatch) if stage.is_last else None
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """PyTorch wraps what a stage raises into a RuntimeError of its own; the learner's comes out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
