@@ -132,7 +132,8 @@ class Schedule:
     microbatches are numbered through, 0 to m * batches - 1. `weights` names the weight-version
     policy: ``flush`` (synchronous: one update per batch, with nothing in flight) or a policy of
     an asynchronous schedule, such as ``stash``. An update takes the gradients of `updates_every`
-    microbatches.
+    microbatches. `overlapped` holds pairs of a forward and a backward, next to each other in a row,
+    that a device may do at the same time, as DualPipe has them; here the two are done in turn.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Schedule:
     batches: int = 1
     weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
+    overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.updates_every:
@@ -190,15 +192,20 @@ class Schedule:
                 f"only a synchronous schedule of one batch can be repeated; {self.name} has "
                 f"weights={self.weights!r} and batches={self.batches}: build it with batches="
             )
-        rows = tuple(
-            tuple(
-                Action(a.kind, a.stage, a.microbatch + n * (1 if a.kind == "U" else self.m))
-                for n in range(batches)
-                for a in row
-            )
-            for row in self.workers
+
+        def later(a: Action, n: int) -> Action:
+            return Action(a.kind, a.stage, a.microbatch + n * (1 if a.kind == "U" else self.m))
+
+        return replace(
+            self,
+            workers=tuple(
+                tuple(later(a, n) for n in range(batches) for a in row) for row in self.workers
+            ),
+            batches=batches,
+            overlapped=frozenset(
+                (later(a, n), later(b, n)) for n in range(batches) for a, b in self.overlapped
+            ),
         )
-        return replace(self, workers=rows, batches=batches)
 
     @classmethod
     def from_workers(

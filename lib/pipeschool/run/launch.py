@@ -104,11 +104,11 @@ def launch(
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
+    backend, devices = choose_device(options.device, schedule.p)
     if options.engine == "torch":
         from pipeschool.run import torch_engine
 
-        torch_engine.refuse(given, inputs, targets, options.nan_check)
-    backend, devices = choose_device(options.device, schedule.p)
+        torch_engine.refuse(given, inputs, targets, options.nan_check, backend, devices)
     paces = pace_table(options.pace, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:

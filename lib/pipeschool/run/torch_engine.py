@@ -11,12 +11,15 @@ file and in no other. `shipped` gives the schedules that PyTorch comes with.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from pipeschool.actions import Action, Schedule
-from pipeschool.formats import to_csv
+from pipeschool.actions import Action, Schedule, whole_number
+from pipeschool.formats import from_csv, to_csv
 from pipeschool.lower import compute_only
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.stage import Tensors, describe, loss_of
@@ -35,14 +38,80 @@ from pipeschool.run.worker import failure
 from pipeschool.trace import Span
 from pipeschool.versions import policy_named
 
+SHIPPED = {  # a name like ours -> PyTorch's, and the chunks per worker where nobody asks
+    "gpipe": ("GPipe", 1),
+    "1f1b": ("1F1B", 1),
+    "interleaved_1f1b": ("Interleaved1F1B", 1),
+    "looped_bfs": ("LoopedBFS", 1),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", 1),
+    "zbv_zero_bubble": ("ZBVZeroBubble", 2),
+    "dualpipe_v": ("DualPipeV", 2),
+}
+
+
+def shipped(name: str, p: int, m: int, v: int | None = None) -> Schedule:
+    """A schedule that PyTorch comes with, as its own table has it, with our updates at the end.
+
+    name: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``
+        (with v=1 this is ZB-H1), ``zbv_zero_bubble`` or ``dualpipe_v``.
+    v: chunks per worker; 1 where not given, and 2 for the last two, which know nothing else.
+
+    One repair: PyTorch's table of 1F1B counts the last worker's forwards from 1, and its own check
+    refuses it (its engine does not read that table). Here they count from 0.
+
+    Raises ValueError for other names, and for sizes that PyTorch refuses.
+    """
+    if name not in SHIPPED:
+        raise ValueError(f"PyTorch ships no schedule {name!r}; choose one of {', '.join(SHIPPED)}")
+    theirs, usual = SHIPPED[name]
+    p, m = whole_number("p", p), whole_number("m", m)
+    v = usual if v is None else whole_number("v", v)
+    make = schedules.get_schedule_class(theirs)
+    alone = issubclass(make, schedules.PipelineScheduleSingle)
+    if alone and v != 1:
+        raise ValueError(f"{name} has one chunk per worker, so v must be 1, not {v}")
+    # All that a table depends on; no process group is needed for it.
+    stages = [
+        SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None) for _ in range(v)
+    ]
+    try:
+        order = make(stages[0] if alone else stages, m).pipeline_order
+    except ValueError as error:
+        raise ValueError(f"PyTorch's {theirs} refuses p={p}, m={m}, v={v}: {error}") from None
+    rows = [order[rank] for rank in range(p)]
+    if name == "1f1b":
+        rows[-1] = counted_from_zero(rows[-1])
+    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
+    return from_csv(text, p, m, name)
+
+
+def counted_from_zero(row: list[Any]) -> list[Any]:
+    """PyTorch's row of 1F1B with its forwards numbered in their order, from 0."""
+    numbers = itertools.count()
+    return [
+        action._replace(microbatch_index=next(numbers))
+        if action and action.computation_type == schedules.FORWARD
+        else action
+        for action in row
+    ]
+
 
 def refuse(
-    schedule: Schedule, inputs: Sequence[Tensors], targets: Sequence[Any], nan_check: bool
+    schedule: Schedule,
+    inputs: Sequence[Tensors],
+    targets: Sequence[Any],
+    nan_check: bool,
+    backend: str,
+    devices: Sequence[str],
 ) -> None:
     """ValueError, in one sentence, for what PyTorch's engine cannot do.
 
     schedule: as the caller gave it, for all batches. inputs, targets: those of all microbatches.
     """
+    if backend == "gloo" and devices[0] != "cpu":
+        raise ValueError(
+            "engine='torch' cannot share a GPU among workers: use device='cpu', or one GPU each"
+        )
     if not schedule.synchronous:
         policy = getattr(schedule.weights, "__name__", schedule.weights)
         raise ValueError(
@@ -103,12 +172,17 @@ def work(rank: int, job: Job, device: torch.device, board: MutableSequence[int])
     row = Row(rank, job, board)
     try:
         return _work(row, device)
-    except RuntimeError as error:
-        # PyTorch raises its own errors under other names; this is how gloo and NCCL say it.
-        lost = row.under_way is None and type(error) is RuntimeError
-        return failure(row.at, PeerLost(str(error).splitlines()[0]) if lost else error)
     except Exception as error:
+        if connection_failed(error):
+            error = PeerLost(str(error).splitlines()[0])
         return failure(row.at, error)
+
+
+def connection_failed(error: Exception) -> bool:
+    """Was it a send or receive that raised this? The learner's own code may raise the same type,
+    but from other places."""
+    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return type(error) is RuntimeError and source.is_relative_to(Path(dist.__file__).parent)
 
 
 def _work(row: Row, device: torch.device) -> Report:
@@ -175,8 +249,9 @@ class Row:
         return self.actions[min(position, len(self.actions) - 1)] if position >= 0 else None
 
     def go_on(self, position: int) -> None:
-        """Say on the board what comes next; a send is done by PyTorch, and never waited for."""
-        while position < len(self.actions) and self.actions[position].kind in ("SEND_F", "SEND_B"):
+        """Say on the board what comes next. PyTorch never waits in a send, and updates come last."""
+        passed = ("SEND_F", "SEND_B", "U")
+        while position < len(self.actions) and self.actions[position].kind in passed:
             position += 1
         self.board[self.rank] = position
 
@@ -246,9 +321,13 @@ class Stage(PipelineStage):
         self.row.end()
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        """PyTorch learns shapes by running the first microbatch. It gets a copy of the module: the
-        statistics of a batch norm must not see that microbatch twice."""
+        """PyTorch learns shapes by running a microbatch through all stages. It gets a copy of the
+        module, so that the statistics of a batch norm do not count it, and zeros where it would
+        take memory as it finds it: an index must be a valid one."""
         self.row.go_on(self.row.position[Action("F", self.stage_index, 0)])
+        if not self.is_first:
+            for x in args:
+                x.detach().zero_()
         return super()._compute_outputs(*args, module=copy.deepcopy(module), **kwargs)
 
 
@@ -256,7 +335,7 @@ class Engine(schedules._PipelineScheduleRuntime):
     """PyTorch's runtime with our schedule. It divides gradients by m: the mean over the batch."""
 
     def __init__(self, row: Row, stages: list[Stage], m: int):
-        super().__init__(stages, m, loss_fn=row.job.loss)
+        super().__init__(stages, m, loss_fn=self._loss)
         self.row = row
         self.losses: dict[int, Tensor] = {}  # of microbatches in flight
         with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
@@ -276,7 +355,7 @@ class Engine(schedules._PipelineScheduleRuntime):
             stage.clear_runtime_states()
         self._step_microbatches(inputs, None, targets, return_outputs=False)
 
-    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Any = None) -> Tensor:
+    def _loss(self, output: Any, target: Any) -> Tensor:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         return loss_of(self.row.job.loss, tuple(outputs), target)
 
@@ -286,7 +365,7 @@ class Engine(schedules._PipelineScheduleRuntime):
         """The loss belongs to the last stage's forward, which ends here. PyTorch would count
         losses in the order of the forwards; here each keeps the number of its microbatch."""
         if stage.is_last:
-            loss = self._compute_loss(output, targets[microbatch])
+            loss = self._loss(output, targets[microbatch])
             self.losses[microbatch] = loss
             self.row.report.losses[self.row.under_way.microbatch] = loss.item()
         self.row.end()
