@@ -11,6 +11,7 @@ import torch
 from faulty import Faulty, killed, raises, sleeps
 from pipeschool.actions import Action
 from pipeschool.run import reference
+from pipeschool.run.torch_engine import shipped
 from test_run import Fork, Join
 from torch import nn
 
@@ -84,6 +85,24 @@ def test_any_synchronous_order_runs_also_with_several_stages_and_split_backwards
     assert done == [list(row) for row in schedule.workers]
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "m"),
+    [
+        ("interleaved_1f1b", 2, 4),
+        ("looped_bfs", 2, 3),
+        ("interleaved_zero_bubble", 3, 3),
+        ("zbv_zero_bubble", 2, 4),
+        ("dualpipe_v", 2, 5),
+    ],
+)
+def test_what_pytorch_ships_runs_on_its_engine(name, p, m):
+    schedule = shipped(name, p, m, 1 if name == "interleaved_zero_bubble" else 2)
+    stages, data = linear_stages(schedule.stages), [batch(2 * m)] * 2
+    result = ps.run(schedule, stages, data, engine="torch")
+    assert reference.max_error(result.gradients, reference.gradients(stages, data, m)) < 1e-6
+    assert len(result.losses) == 2 * m
+
+
 def test_in_float64_the_gradients_agree_to_the_last_digits():
     stages, data = linear_stages(3, torch.float64), [batch(12, torch.float64)]
     result = ps.run(ps.one_f_one_b(p=3, m=6), stages, data, engine="torch")
@@ -155,6 +174,10 @@ def test_the_trace_has_every_action_once_and_a_paced_one_lasts_as_declared():
     assert (unpaced.trace.label, unpaced.paced) == ("measured", False)
 
 
+def complains(x):
+    raise RuntimeError("too hot")  # the type that a broken connection has
+
+
 def refused(message, schedule=None, data=None, error=ValueError, **options):
     schedule = schedule or ps.gpipe(p=2, m=2)
     began = time.perf_counter()
@@ -198,7 +221,7 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
 
 
 @pytest.mark.parametrize("place", [("F", 0, 0), ("F", 2, 3), ("B", 1, 2), ("B", 2, 3)])
-@pytest.mark.parametrize("fault", [raises, killed, sleeps])
+@pytest.mark.parametrize("fault", [raises, complains, killed, sleeps])
 def test_a_stage_that_fails_ends_the_run_with_one_message(fault, place):
     where, worker, microbatch = place
     stages = linear_stages(3, torch.float64)
@@ -216,13 +239,14 @@ def test_a_stage_that_fails_ends_the_run_with_one_message(fault, place):
     assert error.action == Action(where, worker, microbatch)
     says = {
         raises: "KeyError: 'the brew is off'",
+        complains: "RuntimeError: too hot",
         killed: "was killed by SIGKILL",
         sleeps: "is stuck",
     }[fault]
     assert says in str(error)
     assert "Full Schedule" not in str(error)
-    if fault is raises:
-        assert error.frames[-1].function == "raises"
+    if fault in (raises, complains):
+        assert error.frames[-1].function == fault.__name__
 
 
 def test_a_loss_that_is_no_number_is_named():

@@ -22,6 +22,7 @@ from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss
+from pipeschool.run.torch_limits import refuse
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
@@ -106,9 +107,7 @@ def launch(
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, schedule.p)
     if options.engine == "torch":
-        from pipeschool.run import torch_engine
-
-        torch_engine.refuse(given, inputs, targets, options.nan_check, backend, devices)
+        refuse(given, inputs, targets, options.nan_check, backend, devices)
     paces = pace_table(options.pace, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:

@@ -16,7 +16,7 @@ import logging
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
-from pipeschool.lower import compute_only
 from pipeschool.run.job import Failure, Job, Report
-from pipeschool.run.stage import Tensors, describe, loss_of
+from pipeschool.run.stage import Tensors, loss_of
+from pipeschool.run.torch_limits import one_batch
 from pipeschool.run.transport import PeerLost
 from pipeschool.run.weights import StageWeights, on_cpu
 from pipeschool.run.worker import failure
@@ -96,78 +96,9 @@ def counted_from_zero(row: list[Any]) -> list[Any]:
     ]
 
 
-def refuse(
-    schedule: Schedule,
-    inputs: Sequence[Tensors],
-    targets: Sequence[Any],
-    nan_check: bool,
-    backend: str,
-    devices: Sequence[str],
-) -> None:
-    """ValueError, in one sentence, for what PyTorch's engine cannot do.
-
-    schedule: as the caller gave it, for all batches. inputs, targets: those of all microbatches.
-    """
-    if backend == "gloo" and devices[0] != "cpu":
-        raise ValueError(
-            "engine='torch' cannot share a GPU among workers: use device='cpu', or one GPU each"
-        )
-    if not schedule.synchronous:
-        policy = getattr(schedule.weights, "__name__", schedule.weights)
-        raise ValueError(
-            f"engine='torch' runs only synchronous schedules, and {schedule.name} has "
-            f"weights={policy!r}: PyTorch's engine keeps no weight versions"
-        )
-    if schedule.lowered:
-        raise ValueError(
-            "engine='torch' adds sends and receives itself: give it the schedule without them"
-        )
-    if schedule.updates_every != schedule.m or one_batch(schedule).repeat(
-        schedule.batches
-    ).workers != _updates_last(schedule):
-        raise ValueError(
-            f"engine='torch' does whole batches one after another, the same way each: "
-            f"{schedule.name} must end every batch of m={schedule.m} in one update of each stage, "
-            f"and only then go on"
-        )
-    if schedule.stages % schedule.p:
-        raise ValueError(
-            f"engine='torch' needs the same number of stages on every worker, and {schedule.name} "
-            f"has {schedule.stages} on {schedule.p}"
-        )
-    if nan_check:
-        raise ValueError("engine='torch' cannot look for NaN: leave nan_check out")
-    if not all(isinstance(target, Tensor) for target in targets):
-        raise ValueError("engine='torch' needs targets that are one tensor, not several")
-    for name, pieces in (("inputs", inputs), ("targets", targets)):
-        kinds = list(dict.fromkeys(map(describe, pieces)))
-        if len(kinds) > 1:
-            raise ValueError(
-                f"engine='torch' needs all microbatches alike, so that m={schedule.m} must divide "
-                f"the samples of a batch, but there are {name} {kinds[0]} and {kinds[1]}"
-            )
-
-
-def one_batch(schedule: Schedule) -> Schedule:
-    """The first batch of a synchronous schedule, updates at the end of each row."""
-    rows = []
-    for row in compute_only(schedule).workers:
-        work = [a for a in row if a.kind != "U" and a.microbatch < schedule.m]
-        rows.append((*work, *(a for a in row if a.kind == "U" and a.microbatch == 0)))
-    return Schedule(schedule.name, schedule.p, schedule.m, tuple(rows))
-
-
-def _updates_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The rows, the updates of a batch put after its last action."""
-    rows = []
-    for row in schedule.workers:
-        batch = [a.microbatch if a.kind == "U" else a.microbatch // schedule.m for a in row]
-        order = sorted(range(len(row)), key=lambda i: row[i].kind == "U")
-        rows.append(tuple(row[i] for i in sorted(order, key=batch.__getitem__)))
-    return tuple(rows)
-
-
-def work(rank: int, job: Job, device: torch.device, board: MutableSequence[int]) -> Report | Failure:
+def work(
+    rank: int, job: Job, device: torch.device, board: MutableSequence[int]
+) -> Report | Failure:
     """What a worker does with its job under PyTorch's engine."""
     row = Row(rank, job, board)
     try:
@@ -210,7 +141,7 @@ def _work(row: Row, device: torch.device) -> Report:
     engine.prepare(*microbatches(0))
     dist.barrier()
     for row.batch in range(schedule.batches):
-        engine.step(*microbatches(row.batch))
+        engine.do_batch(*microbatches(row.batch))
         for stage in stages:
             row.update(stage)
     row.go_on(len(row.actions))
@@ -249,18 +180,19 @@ class Row:
         return self.actions[min(position, len(self.actions) - 1)] if position >= 0 else None
 
     def go_on(self, position: int) -> None:
-        """Say on the board what comes next. PyTorch never waits in a send, and updates come last."""
+        """Say on the board what comes next. No send is waited for, and updates come last."""
         passed = ("SEND_F", "SEND_B", "U")
         while position < len(self.actions) and self.actions[position].kind in passed:
             position += 1
         self.board[self.rank] = position
 
-    def begin(self, kind: str, stage: int, number: int) -> None:
+    def begin(self, kind: str, stage: int, number: int) -> Action:
         """An action starts; `number` counts within the batch."""
         size = 1 if kind == "U" else self.job.schedule.m
         self.under_way = Action(kind, stage, number + self.batch * size)
         self.board[self.rank] = self.position[self.under_way]
         self.start = time.perf_counter()
+        return self.under_way
 
     def end(self) -> None:
         """The action is done: wait until its declared time is over, if there is one."""
@@ -278,13 +210,13 @@ class Row:
     def update(self, stage: Stage) -> None:
         """An optimizer update from the gradients that PyTorch has collected in the parameters."""
         weights = self.weights[stage.stage_index]
-        self.begin("U", stage.stage_index, 0)
+        action = self.begin("U", stage.stage_index, 0)
         weights.gradients = {
             name: parameter.grad
             for name, parameter in stage.submod.named_parameters()
             if parameter.grad is not None
         }
-        version = weights.update(self.under_way)
+        version = weights.update(action)
         if self.job.history:
             after = self.report.history.setdefault(stage.stage_index, [])
             after.append(on_cpu(version.parameters))
@@ -305,12 +237,16 @@ class Stage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         """The whole backward, or its input half. PyTorch leaves the latter out on stage 0."""
         self.row.begin("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
         with unwrapped():
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.row.end()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -349,8 +285,8 @@ class Engine(schedules._PipelineScheduleRuntime):
             stage.has_backward = True
         self._initialize_stages(inputs[0], {}, targets[0] if targets else None)
 
-    def step(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
-        """Do one batch: what the public `step` does once it has cut it into microbatches."""
+    def do_batch(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
+        """What the public `step` does once it has cut a batch into microbatches."""
         for stage in self._stages:
             stage.clear_runtime_states()
         self._step_microbatches(inputs, None, targets, return_outputs=False)
@@ -367,7 +303,8 @@ class Engine(schedules._PipelineScheduleRuntime):
         if stage.is_last:
             loss = self._loss(output, targets[microbatch])
             self.losses[microbatch] = loss
-            self.row.report.losses[self.row.under_way.microbatch] = loss.item()
+            number = self.row.batch * self._n_microbatches + microbatch
+            self.row.report.losses[number] = loss.item()
         self.row.end()
 
     def _maybe_get_loss(self, stage: Stage, microbatch: int) -> Tensor | None:
