@@ -30,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.run.job import Failure, Job, Report
-from pipeschool.run.stage import Tensors, loss_of
+from pipeschool.run.stage import Tensors, checked_loss
 from pipeschool.run.torch_limits import one_batch
 from pipeschool.run.transport import PeerLost
 from pipeschool.run.weights import StageWeights, on_cpu
@@ -148,7 +148,7 @@ def _work(row: Row, device: torch.device) -> Report:
     for index, weights in row.weights.items():
         row.report.gradients[index] = on_cpu(weights.last_gradients)
         row.report.states[index] = weights.state(job.modules[index])
-        row.report.parameter_bytes += weights.bytes
+        row.report.parameter_bytes[index] = weights.bytes
     row.report.generator = torch.get_rng_state()
     return row.report
 
@@ -293,7 +293,7 @@ class Engine(schedules._PipelineScheduleRuntime):
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        return loss_of(self.row.job.loss, tuple(outputs), target)
+        return checked_loss(lambda found: self.row.job.loss(found, target), tuple(outputs))
 
     def _maybe_compute_loss(
         self, stage: Stage, output: Any, targets: Any, microbatch: int, loss_kwargs: Any = None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pipeschool.actions import COMPUTE_KINDS, Action, Schedule
 from pipeschool.run.stage import Tensors, describe
 
+if TYPE_CHECKING:
+    from pipeschool.run.launch import Options
+
 
 def refuse(
     schedule: Schedule,
     inputs: Sequence[Tensors],
     targets: Sequence[Any],
-    nan_check: bool,
+    options: Options,
     backend: str,
     devices: Sequence[str],
 ) -> None:
@@ -51,8 +54,12 @@ def refuse(
             f"engine='torch' needs the same number of stages on every worker, and {schedule.name} "
             f"has {schedule.stages} on {schedule.p}"
         )
-    if nan_check:
-        raise ValueError("engine='torch' cannot look for NaN: leave nan_check out")
+    if schedule.copies > 1:
+        raise ValueError(f"engine='torch' runs one copy of a model, not the {schedule.copies} here")
+    for name in ("nan_check", "recompute", "memory"):
+        given = getattr(options, name)
+        if given if isinstance(given, bool) else any(given):
+            raise ValueError(f"engine='torch' has no {name}: leave it out")
     if not all(isinstance(target, Tensor) for target in targets):
         raise ValueError("engine='torch' needs targets that are one tensor, not several")
     for name, pieces in (("inputs", inputs), ("targets", targets)):
