@@ -109,7 +109,7 @@ def launch(
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, schedule.p)
-    if options.engine == "torch":
+    if options.engine != "pipeschool":
         refuse(given, inputs, targets, options, backend, devices)
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)

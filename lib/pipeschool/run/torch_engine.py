@@ -267,47 +267,63 @@ class Stage(PipelineStage):
         return super()._compute_outputs(*args, module=copy.deepcopy(module), **kwargs)
 
 
-class Engine(schedules._PipelineScheduleRuntime):
-    """PyTorch's runtime with our schedule. It divides gradients by m: the mean over the batch."""
+class Engine:
+    """PyTorch's engine on the clock of a `Row`. It divides gradients by m: the mean over the batch.
+
+    ``torch`` is its runtime with our schedule. ``torch 1f1b`` and ``torch gpipe`` are its own
+    classes of these schedules, with loops of their own; `bench` measures them.
+    """
 
     def __init__(self, row: Row, stages: list[Stage], m: int):
-        super().__init__(stages, m, loss_fn=self._loss)
         self.row = row
+        self.stages = stages
         self.losses: dict[int, Tensor] = {}  # of microbatches in flight
-        with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
-            file = Path(folder) / "schedule.csv"
-            file.write_text(to_csv(one_batch(row.job.schedule)), encoding="utf-8")
-            self._load_csv(str(file))
+        self.theirs: Any
+        if row.job.engine == "torch":
+            self.theirs = schedules._PipelineScheduleRuntime(stages, m, loss_fn=self.loss)
+            with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
+                file = Path(folder) / "schedule.csv"
+                file.write_text(to_csv(one_batch(row.job.schedule)), encoding="utf-8")
+                self.theirs._load_csv(str(file))
+        else:
+            make = schedules.get_schedule_class(row.job.engine.removeprefix("torch "))
+            self.theirs = make(stages[0], m, loss_fn=self.loss)
+        self.theirs._maybe_compute_loss = self.end_forward
+        self.theirs._maybe_get_loss = self.begin_backward
 
     def prepare(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
         """Connect to the neighbours, and let the stages learn the shapes that they will meet."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.has_backward = True
-        self._initialize_stages(inputs[0], {}, targets[0] if targets else None)
+        several = isinstance(self.theirs, schedules.PipelineScheduleMulti)
+        start = self.theirs._initialize_stages if several else self.theirs._initialize_stage
+        start(inputs[0], {}, targets[0] if targets else None)
 
     def do_batch(self, inputs: list[Tensors], targets: list[Any] | None) -> None:
         """What the public `step` does once it has cut a batch into microbatches."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.clear_runtime_states()
-        self._step_microbatches(inputs, None, targets, return_outputs=False)
+        self.theirs._step_microbatches(inputs, None, targets, return_outputs=False)
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The loss of one microbatch."""
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         return checked_loss(lambda found: self.row.job.loss(found, target), tuple(outputs))
 
-    def _maybe_compute_loss(
+    def end_forward(
         self, stage: Stage, output: Any, targets: Any, microbatch: int, loss_kwargs: Any = None
     ) -> None:
         """The loss belongs to the last stage's forward, which ends here. PyTorch would count
         losses in the order of the forwards; here each keeps the number of its microbatch."""
         if stage.is_last:
-            loss = self._loss(output, targets[microbatch])
+            loss = self.loss(output, targets[microbatch])
             self.losses[microbatch] = loss
-            number = self.row.batch * self._n_microbatches + microbatch
+            number = self.row.batch * len(targets) + microbatch
             self.row.report.losses[number] = loss.item()
         self.row.end()
 
-    def _maybe_get_loss(self, stage: Stage, microbatch: int) -> Tensor | None:
+    def begin_backward(self, stage: Stage, microbatch: int) -> Tensor | None:
+        """The loss that the last stage's backward starts from."""
         return self.losses.pop(microbatch) if stage.is_last else None
 
 

@@ -239,7 +239,7 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         for module in job.modules.values():
             module.to(device)
         answer: Report | Failure
-        if job.engine == "torch":
+        if job.engine != "pipeschool":
             from pipeschool.run import torch_engine  # it imports this module
 
             answer = torch_engine.work(rank, job, device, board)
