@@ -64,19 +64,19 @@ class Chart(Figure):
     """A matplotlib figure with alternative text, `alt`. Notebooks show it as an image with it."""
 
     def __init__(self, alt: str, height: float):
-        with _house_style():
+        with house_style():
             super().__init__(figsize=(WIDTH, height), dpi=144)
             FigureCanvasAgg(self)
         self.alt = alt
 
     def draw(self, renderer: Any) -> None:
         """Draw; a glyph that no font has becomes a box, without a warning."""
-        with _house_style():
+        with house_style():
             super().draw(renderer)
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
         """Write to a file or file object, as any matplotlib figure does."""
-        with _house_style():
+        with house_style():
             super().savefig(fname, **kwargs)
 
     def to_html(self) -> str:
@@ -147,7 +147,7 @@ def memory(trace: Trace) -> Chart:
         f"{listed} A, where A is what one worker keeps for one microbatch."
     )
     chart = Chart(alt, TOP + trace.p * _row_height(trace.p) + BOTTOM)
-    with _house_style():
+    with house_style():
         (axes,) = _panels(chart, [trace], factor, unit)
         axes.set_title(
             f"{title(trace)}\nactivations held, in A (one microbatch on one worker)",
@@ -192,7 +192,7 @@ def versions(trace: Trace) -> Chart:
         f"different weights: {', '.join(str(len(row)) for row in torn)}."
     )
     chart = Chart(alt, TOP + trace.p * LANES * _row_height(trace.p) + BOTTOM)
-    with _house_style():
+    with house_style():
         (axes,) = _panels(chart, [trace], factor, unit, LANES)
         axes.set_title(
             f"{title(trace)}\nmicrobatch and weight version; upper lane forward, lower lane "
@@ -259,7 +259,7 @@ def _stack(
     """Gantt charts below each other, on one time axis."""
     rows = sum(trace.p * _row_height(trace.p) for trace in traces)
     chart = Chart(alt, TOP + rows + GAP * (len(traces) - 1) + BOTTOM)
-    with _house_style():
+    with house_style():
         panels = _panels(chart, traces, *unit)
         for axes, trace, line in zip(panels, traces, titles, strict=True):
             axes.set_title(line, loc="left", fontsize=9)
@@ -376,7 +376,7 @@ def _stretched(trace: Trace, factor: float) -> Trace:
 
 
 @contextmanager
-def _house_style() -> Iterator[None]:
+def house_style() -> Iterator[None]:
     """Our own fonts and colours whatever the caller has set, and no warning about glyphs."""
     style: Any = {  # Any, because matplotlib 3.11 wants the literal names of all its settings
         "font.family": _fonts(),
