@@ -72,8 +72,8 @@ its messages before the first batch: that is part of its start-up, not of these 
 
 **Paced.** Every stage declares {forward} ms for a forward and {backward} ms for a backward, does
 its tiny work, and waits until that time is over. Ideal is (m + p - 1)({forward} + {backward}) ms.
-In our engine the declared time starts when the worker was free and its input had left the sender, as
-on a device that starts by itself: what the processes need to pass a message on and to wake up is
+In our engine the declared time starts when the worker was free and its input had left the sender,
+as on a device that starts by itself: what the processes need to pass a message on and to wake up is
 part of it. PyTorch's stage can only wait inside itself, so there that comes on top.
 
 **Stages that sleep.** The same without that difference: the stage itself sleeps for as long, in its
