@@ -95,7 +95,6 @@ class Stage:
         starts = matched(flight, gradients)
         flight.halves = SplitBackward(*starts, flight.leaves, list(version.parameters.values()))
         flight.outputs = ()
-        self.weights.collect(version)
         return flight.halves.inputs
 
     def backward_weight(self, microbatch: int, version: Version) -> None:
