@@ -35,8 +35,10 @@ def refuse(
         policy = getattr(schedule.weights, "__name__", schedule.weights)
         raise ValueError(
             f"engine='torch' runs only synchronous schedules, and {schedule.name} has "
-            f"weights={policy!r}: PyTorch's engine keeps no weight versions"
+            f"weights={policy!r}: PyTorch's engine trains with a flush after every batch"
         )
+    if schedule.copies > 1:
+        raise ValueError(f"engine='torch' runs one copy of a model, not the {schedule.copies} here")
     if schedule.lowered:
         raise ValueError(
             "engine='torch' adds sends and receives itself: give it the schedule without them"
@@ -54,8 +56,6 @@ def refuse(
             f"engine='torch' needs the same number of stages on every worker, and {schedule.name} "
             f"has {schedule.stages} on {schedule.p}"
         )
-    if schedule.copies > 1:
-        raise ValueError(f"engine='torch' runs one copy of a model, not the {schedule.copies} here")
     for name in ("nan_check", "recompute", "memory"):
         given = getattr(options, name)
         if given if isinstance(given, bool) else any(given):
