@@ -17,11 +17,18 @@ from pipeschool.run import RunError, RunStopped, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
+    dualpipe_v,
+    eager_1f1b,
     gpipe,
+    interleaved_1f1b,
+    looped_bfs,
     naive,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from pipeschool.simulate import simulate
 from pipeschool.trace import Span, Trace
@@ -47,7 +54,11 @@ __all__ = [
     "W",
     "build",
     "check",
+    "dualpipe_v",
+    "eager_1f1b",
     "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
     "lower",
     "naive",
     "one_f_one_b",
@@ -56,6 +67,9 @@ __all__ = [
     "run",
     "simulate",
     "train",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
 
 _LATER = {"draw", "formats", "grade", "partition", "widgets"}  # modules that load when first used
