@@ -140,8 +140,7 @@ def test_zb_v_has_no_gap_from_2p_minus_1_microbatches_on_in_the_memory_of_1f1b()
     for p, m, trace in traces(ps.zb_v):
         gaps = max(0, 2 * (2 * p - 1 - m))
         assert longest_worker(trace) - 6 * m == gaps
-        if not gaps:
-            assert trace.makespan == 6 * m + p - 1
+        assert trace.makespan == 6 * m + max(p - 1, gaps)
         assert trace.peak_activations == [min(2 * m, m + 1 + s, 2 * p) / 2 for s in range(p)]
 
 
@@ -294,8 +293,13 @@ def test_another_number_of_chunks_is_refused(name: str, v: int, says: str) -> No
 
 
 def test_phases_number_each_stage_by_itself_and_take_the_oldest_weight_half() -> None:
-    row = phases([0, 3], 9, ("F0 F1", 2), ("I1 I0", 1), ("B1", 1), ("W", 2), ("B0", 1))
-    assert " ".join(map(str, row)) == "0F0 3F0 0F1 3F1 3I0 0I0 3B1 3W0 0W0 0B1"
+    row = phases([0, 3], 9, ("F0 F1", 2), ("I1 I0", 2), ("W", 1), ("W0", 1), ("W", 2))
+    assert " ".join(map(str, row)) == "0F0 3F0 0F1 3F1 3I0 0I0 3I1 0I1 3W0 0W0 3W1 0W1"
+
+
+def test_phases_count_whole_and_split_backwards_together() -> None:
+    row = phases([5], 9, ("F0", 3), ("B0 I0 B0 W", 1))
+    assert " ".join(map(str, row)) == "5F0 5F1 5F2 5B0 5I1 5B2 5W1"
 
 
 def test_phases_leave_out_microbatches_that_there_are_not() -> None:

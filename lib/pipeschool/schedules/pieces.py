@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 from pipeschool.actions import Action
@@ -36,23 +36,25 @@ def phases(stages: Sequence[int], m: int, *plan: tuple[str, int]) -> list[Action
     """One worker's row, phase by phase: each is a group of cells and how often it is repeated.
 
     A cell is a kind and a chunk, such as ``F0``: the next microbatch's forward on the worker's
-    first stage, stages[0]. ``W`` alone is the oldest weight half that is still due. Microbatches
-    from m on are left out, so that a plan which needs many serves for a smaller batch as well:
-    microbatches do not depend on each other.
+    first stage, stages[0]. ``W`` alone is the oldest weight half still due, on either stage.
+    Microbatches from m on are left out, so that a plan which needs many serves for a smaller batch
+    as well: microbatches do not depend on each other.
 
     >>> [str(action) for action in phases([3], 2, ("F0", 1), ("F0 I0", 1), ("I0 W", 1), ("W", 1))]
     ['3F0', '3F1', '3I0', '3I1', '3W0', '3W1']
     """
     row: list[Action] = []
     done: Counter[tuple[str, int]] = Counter()  # forwards and backwards of each stage
-    due: deque[Action] = deque()
+    due: list[Action] = []  # weight halves
     for cells, times in plan:
         for cell in cells.split() * times:
-            if cell == "W":
-                row.append(due.popleft())
+            kind, chunk = cell[0], cell[1:]
+            if kind == "W":
+                half = next(w for w in due if not chunk or w.stage == stages[int(chunk)])
+                due.remove(half)
+                row.append(half)
                 continue
-            kind, stage = cell[0], stages[int(cell[1:])]
-            way = "F" if kind == "F" else "B"
+            stage, way = stages[int(chunk)], "F" if kind == "F" else "B"
             microbatch = done[way, stage]
             done[way, stage] += 1
             row.append(Action(kind, stage, microbatch))
