@@ -17,7 +17,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}  # where conda-forge differs
+CONDA_NAMES = {  # where conda-forge differs
+    "torch": "pytorch",
+    "matplotlib": "matplotlib-base",
+    "ortools": "ortools-python",
+}
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
