@@ -57,7 +57,7 @@ def greedy(
     Raises ValueError where an argument is none of these.
     """
     sizes = problem(p, m, placement=placement, v=v, split=split, memory_cap=memory_cap, cost=cost)
-    rule = by_kind(priority) if isinstance(priority, str) else priority
+    rule = priority if callable(priority) else by_kind(priority)
     rows = _play(sizes, rule)
     return Schedule.from_workers(lambda worker, p, m: rows[worker], p, m, name=name)
 
