@@ -10,7 +10,7 @@ from pipeschool.cost import Cost
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
-from pipeschool.grade.plain import described, mistyped, require, show
+from pipeschool.grade.plain import Wrong, described, mistyped, require, show
 from pipeschool.grade.unit01 import (
     draw_shape,
     draw_small,
@@ -244,18 +244,28 @@ def bytes_by_kind(value: object) -> dict[str, int]:
     return {kind: plain.whole_number(value.get(kind, 0)) for kind in BYTE_KINDS}
 
 
+WHERE_TO_LOOK = {
+    "weights": "the newest copy only; older ones count under `versions`",
+    "versions": "only an asynchronous schedule keeps copies that are older than the newest; unit "
+    "03 says how many copies there are in all",
+    "gradients": "one number for each weight: those of all microbatches are added up in one place",
+    "optimizer": "plain SGD keeps nothing, momentum one number for each weight, Adam two; however "
+    "many versions of the weights there are, the optimizer has these once",
+    "activations": "how many microbatches are in flight at most? Under GPipe all of them; "
+    "otherwise your in_flight knows",
+    "buffers": "each microbatch in flight keeps its input, one message; only worker 0 gets none",
+}
+
+
 def judge_worker_bytes(answer: Answer, *case: object) -> None:
     """Name the first kind that is wrong."""
     right, got = worker_bytes(*case), answer(*case)  # type: ignore[arg-type]
-    for kind in BYTE_KINDS:
-        require(
-            got[kind] == right[kind],
-            f"{right[kind]} bytes of {kind}",
-            f"{got[kind]} bytes of {kind}",
-        )
+    for kind, hint in WHERE_TO_LOOK.items():
+        if got[kind] != right[kind]:
+            raise Wrong(f"{right[kind]} bytes of {kind}", f"{got[kind]} bytes of {kind}", hint=hint)
 
 
-def bytes_part(schedule: str, hint: str) -> Part:
+def bytes_part(schedule: str) -> Part:
     return Part(
         title=f"for {schedule}",
         cases=[
@@ -263,7 +273,7 @@ def bytes_part(schedule: str, hint: str) -> Part:
             for shape in ((0, 1, 1), (0, 2, 2), (1, 2, 2), (0, 4, 8), (2, 4, 8), (3, 4, 8))
         ],
         draw=lambda rng, size: (schedule, *draw_worker(rng, size), "sgd", *draw_sizes(rng)),
-        hint=hint,
+        hint="the table above the exercise says what counts under which kind",
     )
 
 
@@ -279,19 +289,9 @@ WORKER_BYTES = Exercise(
     reference=worker_bytes,
     judge=judge_worker_bytes,
     parts=[
-        bytes_part(
-            "gpipe",
-            "all microbatches go forward before any comes back; only worker 0 gets no message with "
-            "its input",
-        ),
-        bytes_part(
-            "1f1b", "your in_flight says how many microbatches lie there; one copy of the weights"
-        ),
-        bytes_part(
-            "pipedream",
-            "as many in flight as under 1F1B; `versions` counts the copies of the weights that are "
-            "older than the newest: unit 03 says how many copies there are in all",
-        ),
+        bytes_part("gpipe"),
+        bytes_part("1f1b"),
+        bytes_part("pipedream"),
         Part(
             title="with momentum and Adam",
             cases=[
@@ -307,8 +307,7 @@ WORKER_BYTES = Exercise(
                 rng.choice(["momentum", "adam"]),
                 *draw_sizes(rng),
             ),
-            hint="momentum keeps one number for each weight, Adam two; however many versions of "
-            "the weights there are, the optimizer has these once",
+            hint="the table above the exercise says what counts under which kind",
         ),
     ],
 )
@@ -409,7 +408,11 @@ RECOMPUTE_PLAN = Exercise(
         Part(
             title="where one fits exactly",
             share=1,
-            cases=[(1, 1, [50], 100, 10, 150), (2, 4, [50, 50], 100, 10, 250)],
+            cases=[
+                (1, 1, [50], 100, 10, 150),
+                (3, 4, [50, 50, 50], 100, 10, 270),
+                (3, 4, [50, 50, 50], 100, 10, 350),
+            ],
             draw=lambda rng, size: draw_plan(rng, size, exact=True),
             hint="a worker that needs just as many bytes as there are does fit",
         ),
