@@ -36,7 +36,7 @@ KINDS = {  # from the bottom up: how they look. What stays is below, what comes 
     "versions": {"facecolor": "#a6a6a6", "hatch": "\\\\\\"},
     "optimizer": {"facecolor": "#5fa04e"},
     "gradients": {"facecolor": "#a23b00"},
-    "buffers": {"facecolor": "#ffe08a", "hatch": "---"},
+    "buffers": {"facecolor": "#ffe08a", "hatch": "///"},
     "activations": {"facecolor": "#93c9f0"},
     "working": {"facecolor": "white", "hatch": "...."},
 }
@@ -78,7 +78,8 @@ def live_bytes(predicted: Trace, measured: Trace | None = None) -> Chart:
     chart = Chart(_alt(traces, peaks), height)
     with house_style():
         (gantt,) = add_panels(chart, [predicted], scales[0], unit)
-        gantt.set_xlabel("")
+        gantt.set_xlabel("")  # the panels below share its axis
+        gantt.tick_params(labelbottom=False)
         gantt.set_xlim(0, longest)
         gantt.set_title(f"{title(predicted)}\nbytes over time, by kind", loc="left", fontsize=9)
         draw_boxes(gantt, predicted, scales[0])
