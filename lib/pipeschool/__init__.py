@@ -13,7 +13,7 @@ from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.check import check
 from pipeschool.cost import Cost
 from pipeschool.lower import lower
-from pipeschool.run import RunError, RunStopped, run, train
+from pipeschool.run import RunError, RunStopped, profile, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
@@ -53,6 +53,7 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "pipedream_2bw",
+    "profile",
     "run",
     "simulate",
     "train",

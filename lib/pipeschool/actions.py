@@ -133,6 +133,10 @@ class Schedule:
     policy: ``flush`` (synchronous: one update per batch, with nothing in flight) or a policy of
     an asynchronous schedule, such as ``stash``. An update takes the gradients of `updates_every`
     microbatches.
+
+    copies: how many copies of the model are trained together. The stages of the second follow
+    those of the first: with a model of 4 stages, stage 5 is another copy of stage 1. Microbatches
+    take turns: microbatch k goes through copy k % copies. An update sums the gradients of all.
     """
 
     name: str
@@ -142,6 +146,7 @@ class Schedule:
     batches: int = 1
     weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if not self.updates_every:
@@ -168,9 +173,14 @@ class Schedule:
         return 1 + max((action.stage for row in self.workers for action in row), default=-1)
 
     @property
+    def depth(self) -> int:
+        """Number of stages of one copy of the model."""
+        return self.stages // self.copies
+
+    @property
     def v(self) -> int:
-        """Chunks (stages) per worker."""
-        return max(1, self.stages // self.p)
+        """Chunks per worker: stages into which its share of one model is cut."""
+        return max(1, self.depth // self.p)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

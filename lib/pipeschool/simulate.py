@@ -25,7 +25,7 @@ def simulate(
     schedule = with_weights(schedule, weights)
     order = checked_order(schedule)
     seconds, transfer = cost.seconds(schedule), cost.transfer(schedule)
-    sizes = [cost.message_size(boundary) for boundary in range(schedule.stages)]
+    sizes = cost.message_sizes(schedule)
     handed = handovers(schedule)
     stage_ledgers = ledgers(schedule)
     free = [0.0] * schedule.p  # per worker
@@ -54,5 +54,5 @@ def simulate(
         schedule.m,
         schedule.v,
         tuple(spans),
-        parameter_bytes=cost.weights(schedule),
+        stage_bytes=cost.stage_bytes(schedule),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeschool.actions import Action, Schedule
+from pipeschool.memory import Level
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.weights import Parameters, StageState, Update
@@ -26,6 +27,8 @@ class Job:
     scales: list[float]  # weight of each microbatch's loss in the loss of its update
     loss: Loss
     update: Update
+    recompute: list[bool]  # of every stage: keep only inputs, go forward again for the backward
+    memory: bool  # note how many bytes are alive
     restore: dict[int, StageState]  # stage -> where it was when an earlier run ended
     generator: Tensor | None  # state of this worker's random numbers at that time
     history: bool  # note the weights after every update
@@ -48,7 +51,8 @@ class Report:
     states: dict[int, StageState] = field(default_factory=dict)
     history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update
     generator: Tensor | None = None
-    parameter_bytes: int = 0  # of one version of all weights here
+    parameter_bytes: dict[int, int] = field(default_factory=dict)  # stage -> of one version
+    memory: list[Level] = field(default_factory=list)  # where the job asked for it
 
 
 @dataclass

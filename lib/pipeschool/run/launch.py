@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeschool.actions import Schedule
+from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.check import check
-from pipeschool.cost import Cost
+from pipeschool.cost import Cost, recompute_table
 from pipeschool.lower import lower
+from pipeschool.memory import StageBytes
 from pipeschool.run.job import Job, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
@@ -80,6 +81,8 @@ class Options:
     seed: int
     history: bool
     update_stages: bool
+    recompute: bool | Sequence[bool] = False
+    memory: bool = False
 
 
 def launch(
@@ -104,7 +107,8 @@ def launch(
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, schedule.p)
-    paces = pace_table(options.pace, schedule)
+    recompute = recompute_table(options.recompute, schedule)
+    paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
         jobs = [
@@ -116,6 +120,8 @@ def launch(
                 scales=scales,
                 loss=options.loss,
                 update=options.update,
+                recompute=recompute,
+                memory=options.memory,
                 restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
                 generator=state.generators[worker] if state else None,
                 history=options.history,
@@ -164,6 +170,7 @@ def put_together(
     def from_begin(spans: Iterable[Span]) -> tuple[Span, ...]:
         return tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in spans)
 
+    sizes = merged(report.parameter_bytes for report in reports)
     trace = Trace(
         schedule.name,
         schedule.p,
@@ -172,7 +179,12 @@ def put_together(
         from_begin(itertools.chain.from_iterable(report.spans for report in reports)),
         label="measured, paced" if paced else "measured",
         messages=from_begin(itertools.chain.from_iterable(r.messages for r in reports)),
-        parameter_bytes=tuple(report.parameter_bytes for report in reports),
+        stage_bytes=tuple(StageBytes(parameters=size) for size in sizes),
+        measured_memory=tuple(
+            tuple(level._replace(time=max(level.time - begin, 0.0)) for level in report.memory)
+            for report in reports
+            if report.memory
+        ),
     )
     losses = merged(report.losses for report in reports)
     gradients = merged(report.gradients for report in reports)
@@ -248,7 +260,9 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
 
 
-def pace_table(pace: Pace | None, schedule: Schedule) -> dict[str, list[float]] | None:
+def pace_table(
+    pace: Pace | None, recompute: Sequence[bool], schedule: Schedule
+) -> dict[str, list[float]] | None:
     """Declared seconds per kind of action and stage."""
     if pace is None:
         return None
@@ -257,7 +271,8 @@ def pace_table(pace: Pace | None, schedule: Schedule) -> dict[str, list[float]] 
             f"pace must be (forward, backward) in seconds, such as (0.005, 0.010), not {pace!r}"
         )
     try:
-        table = Cost(forward=pace[0], backward=pace[1]).seconds(schedule)
+        cost = Cost(forward=pace[0], backward=pace[1], recompute=recompute[: schedule.depth])
+        table = cost.seconds(schedule)
     except ValueError as error:
         raise ValueError(f"pace must be (forward, backward) in seconds: {error}") from None
-    return {kind: table[kind] for kind in ("F", "B")}
+    return {kind: table[kind] for kind in COMPUTE_KINDS}

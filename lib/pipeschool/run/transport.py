@@ -38,6 +38,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+ON_THEIR_WAY = 2  # messages to a peer whose buffers are kept unasked
 AHEAD = 64  # packets asked for ahead of time, per link
 NOTHING = -1  # stands for the dtype of a missing gradient
 
@@ -78,7 +79,8 @@ class Transport:
         self.device = device
         self.wire = device if backend == "nccl" else torch.device("cpu")
         self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": dist.new_group()}
-        self.sending: list[tuple[Any, Tensor]] = []  # work handles with the buffers they read
+        # Per peer, oldest first: work handles with the buffers they read.
+        self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
@@ -104,11 +106,30 @@ class Transport:
         """Start sending what was done at `left`. The buffers are kept until they have gone."""
         message.packet[LEFT] = int(left * 1e9)
         peer = peer_of(action, self.schedule)
+        parts = []
         for part, tensor in enumerate([message.packet, *message.rest]):
             tag = self._tag(message_of(action), part)
-            work = guarded(self._group(action).send, [tensor], peer, tag)
-            self.sending.append((work, tensor))
-        self.sending = [(work, t) for work, t in self.sending if not work.is_completed()]
+            parts.append((guarded(self._group(action).send, [tensor], peer, tag), tensor))
+        self.sending[peer].append(parts)
+        self.let_go(ON_THEIR_WAY)
+
+    def let_go(self, keep: int = 0) -> None:
+        """Free the buffers of what was sent, but for the last `keep` messages to each peer.
+
+        gloo's sends never say that they are done before somebody waits for them. That cannot
+        block for long: whoever receives asks ahead of time, whatever its worker is doing. NCCL's
+        do say so, and there a wait would hold up this worker's device.
+        """
+        for messages in self.sending.values():
+            while len(messages) > keep and self._gone(messages[0]):
+                messages.popleft()
+
+    def _gone(self, parts: list[tuple[Any, Tensor]]) -> bool:
+        if self.wire.type == "cuda":
+            return all(work.is_completed() for work, _ in parts)
+        for work, _ in parts:
+            guarded(work.wait)
+        return True
 
     def receive(self, action: Action) -> Arrived:
         """Wait for the message of `action`; its tensors are on this worker's device."""
@@ -126,9 +147,10 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        for work, _ in self.sending:
-            guarded(work.wait)
-        self.sending = []
+        for messages in self.sending.values():
+            for work, _ in itertools.chain.from_iterable(messages):
+                guarded(work.wait)
+        self.sending.clear()
 
     def _start_inboxes(self, row: Sequence[Action]) -> None:
         expected: defaultdict[int, list[Action]] = defaultdict(list)
