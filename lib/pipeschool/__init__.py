@@ -17,6 +17,8 @@ from pipeschool.run import RunError, RunStopped, profile, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
+    chimera,
+    forward_only,
     gpipe,
     naive,
     one_f_one_b,
@@ -47,6 +49,8 @@ __all__ = [
     "W",
     "build",
     "check",
+    "chimera",
+    "forward_only",
     "gpipe",
     "lower",
     "naive",

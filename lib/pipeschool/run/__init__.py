@@ -49,7 +49,8 @@ def run(
     stages: one module per stage. The first gets the inputs of a microbatch, every other what the
         stage before it returned: a tensor, or a tuple of tensors of any shape and dtype.
     batches: (inputs, targets) pairs, tensors or tuples of tensors, samples along the first
-        dimension. A synchronous schedule of one batch repeats itself for as many as there are.
+        dimension; a forward-only schedule takes (inputs, None), too. A synchronous schedule of
+        one batch repeats itself for as many as there are.
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.

@@ -21,9 +21,9 @@ class Job:
     """One worker's share of a run. Only the ends of the pipeline hold data."""
 
     schedule: Schedule  # lowered
-    modules: dict[int, nn.Module]  # stage -> its layers
-    inputs: Sequence[Tensors] | None  # one per microbatch; None unless the first stage is here
-    targets: list[Any] | None  # one per microbatch; None unless the last stage is here
+    modules: dict[int, nn.Module]  # stage -> its layers; those of another copy are equal
+    inputs: Sequence[Tensors] | None  # one per microbatch; None unless a first stage is here
+    targets: list[Any] | None  # one per microbatch; None unless a last stage is here
     scales: list[float]  # weight of each microbatch's loss in the loss of its update
     loss: Loss
     update: Update
@@ -47,6 +47,7 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # microbatch -> mean loss
+    outputs: dict[int, Tensors] = field(default_factory=dict)  # microbatch -> of the last stage
     gradients: dict[int, Parameters] = field(default_factory=dict)  # stage -> last update's
     states: dict[int, StageState] = field(default_factory=dict)
     history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update

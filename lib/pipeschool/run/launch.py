@@ -22,7 +22,7 @@ from pipeschool.run.job import Job, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
-from pipeschool.run.stage import Loss
+from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
@@ -44,16 +44,18 @@ class State:
 class Result:
     """What a run gave.
 
-    trace: measured. losses: the mean loss of every microbatch, in order. gradients: one dict per
-    stage, on the CPU, those of the last update. state: optimizers and all. history: where it was
-    asked for, the parameters after each update: history[t][s] is a dict for stage s after t
-    updates, history[0] the start. backend: ``gloo`` or ``nccl``. device: where the stages
-    computed. paced: True where stages waited out a declared time. start_seconds: from the call to
-    the first action.
+    trace: measured. losses: the mean loss of every microbatch, in order; empty where there were no
+    targets. outputs: of a forward-only schedule, what the last stage gave for each microbatch, on
+    the CPU; empty for others. gradients: one dict per stage, on the CPU, those of the last update.
+    state: optimizers and all. history: where it was asked for, the parameters after each update:
+    history[t][s] is a dict for stage s after t updates, history[0] the start. backend: ``gloo`` or
+    ``nccl``. device: where the stages computed. paced: True where stages waited out a declared
+    time. start_seconds: from the call to the first action.
     """
 
     trace: Trace
     losses: list[float]
+    outputs: list[Tensors]
     gradients: list[Parameters]
     state: State
     history: list[list[Parameters]]
@@ -114,15 +116,19 @@ def launch(
         jobs = [
             Job(
                 schedule=schedule,
-                modules={s: stages[s] for s in schedule.stages_of(worker)},
-                inputs=inputs if schedule.placement[0] == worker else None,
-                targets=targets if schedule.placement[-1] == worker else None,
+                modules={s: stages[s % schedule.depth] for s in schedule.stages_of(worker)},
+                inputs=inputs if worker in schedule.placement[:: schedule.depth] else None,
+                targets=targets
+                if worker in schedule.placement[schedule.depth - 1 :: schedule.depth]
+                else None,
                 scales=scales,
                 loss=options.loss,
                 update=options.update,
                 recompute=recompute,
                 memory=options.memory,
-                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
+                restore={s: state.stages[s % schedule.depth] for s in schedule.stages_of(worker)}
+                if state
+                else {},
                 generator=state.generators[worker] if state else None,
                 history=options.history,
                 pace=paces,
@@ -186,14 +192,15 @@ def put_together(
             if report.memory
         ),
     )
-    losses = merged(report.losses for report in reports)
-    gradients = merged(report.gradients for report in reports)
-    states = merged(report.states for report in reports)
-    histories = merged(report.history for report in reports)
+    first_copy = slice(schedule.depth)  # the others are equal
+    gradients = merged(report.gradients for report in reports)[first_copy]
+    states = merged(report.states for report in reports)[first_copy]
+    histories = merged(report.history for report in reports)[first_copy]
     staged = backend == "gloo" and devices[0].startswith("cuda")
     return Result(
         trace=trace,
-        losses=losses,
+        losses=merged(report.losses for report in reports),
+        outputs=merged(report.outputs for report in reports),
         gradients=gradients,
         state=State(states, [report.generator for report in reports]),
         history=[list(update) for update in zip(*histories, strict=True)],
@@ -237,9 +244,9 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     """One module per stage, each a module."""
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
-    if len(stages) != schedule.stages:
+    if len(stages) != schedule.depth:
         raise ValueError(
-            f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "
+            f"{schedule.name} has {schedule.depth} stages, so it needs as many modules, "
             f"not {len(stages)}"
         )
     for index, stage in enumerate(stages):

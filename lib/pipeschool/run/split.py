@@ -31,9 +31,9 @@ class SplitBackward:
     """The weight half of a backward whose input half is done; `inputs` are that one's results.
 
     outputs, gradients: where the backward starts. inputs: what came in; None stands for what can
-    have no gradient. weights: the leaves whose gradients this adds to their ``.grad``.
+    have no gradient. weights: the leaves whose gradients `weight_half` adds to their ``.grad``.
 
-    Two kinds of weights have their turn in the first half. Where nothing that came in can have a
+    Two kinds of weights have theirs computed in the first half. Where nothing that came in can have a
     gradient, as on the first stage, the weight used first takes the part of the input. And a weight
     that is used in several places has no branch of its own.
     """
@@ -68,8 +68,8 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        for weight, gradient in zip(early, found[len(leaves) :], strict=True):
-            add_gradient(weight, gradient)
+        # They wait with the others: until the weight half, nobody counts this microbatch.
+        self.early = list(zip(early, found[len(leaves) :], strict=True))
         given = iter(found)
         self.inputs: Gradients = tuple(next(given) if x.requires_grad else None for x in inputs)
 
@@ -88,9 +88,10 @@ class SplitBackward:
         for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
             found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
             pairs += [pair for pair in zip(edges, found, strict=True) if is_there(pair[1])]
-        for weight, gradient in zip(self.weights, gradients_of(self.weights, pairs), strict=True):
+        late = zip(self.weights, gradients_of(self.weights, pairs), strict=True)
+        for weight, gradient in [*self.early, *late]:
             add_gradient(weight, gradient)
-        self.branches, self.aside = [], []
+        self.early, self.branches, self.aside = [], [], []
 
 
 def gradients_of(

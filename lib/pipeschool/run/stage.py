@@ -69,6 +69,12 @@ class Stage:
         flight.outputs = compute()
         return flight.outputs
 
+    def infer(self, version: Version, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
+        with torch.no_grad():
+            result = functional_call(self.module, version.parameters, inputs)
+        return as_tensors(result, f"stage {self.index}")
+
     def backward(self, microbatch: int, version: Version, gradients: Tensors | float) -> Tensors:
         """Gradients of the stage's inputs, given those of its outputs; weights' are collected.
 
@@ -89,7 +95,6 @@ class Stage:
         starts = matched(flight, gradients)
         flight.halves = SplitBackward(*starts, flight.leaves, list(version.parameters.values()))
         flight.outputs = ()
-        self.weights.collect(version)
         return flight.halves.inputs
 
     def backward_weight(self, microbatch: int, version: Version) -> None:

@@ -82,6 +82,11 @@ class Transport:
         # Per peer, oldest first: work handles with the buffers they read.
         self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
+        # Who holds a copy of a stage: groups are made by all workers together, in the same order.
+        self.copies: dict[int, Any] = {}
+        for stage in range(schedule.depth if schedule.copies > 1 else 0):
+            holders = [schedule.placement[s] for s in range(stage, schedule.stages, schedule.depth)]
+            self.copies[stage] = dist.new_group(holders)
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
 
@@ -144,6 +149,12 @@ class Transport:
             raise ValueError(f"got {sender_of(message.action)} where {sender_of(action)} was due")
         tensors = tuple(t if t is None else t.to(self.device) for t in message.tensors)
         return message._replace(tensors=tensors)
+
+    def add_over_copies(self, stage: int, gradients: dict[str, Tensor]) -> None:
+        """Add to `gradients` those of the other copies of `stage`, where the model has copies."""
+        group = self.copies.get(stage % self.schedule.depth)
+        for name in sorted(gradients) if group else ():
+            guarded(dist.all_reduce, gradients[name], dist.ReduceOp.SUM, group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

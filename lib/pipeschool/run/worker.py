@@ -26,7 +26,7 @@ from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.parcel import pack, unpack
-from pipeschool.run.stage import Stage, Tensors, describe
+from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
 from pipeschool.run.transport import Packed, PeerLost, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
@@ -43,7 +43,7 @@ class Worker:
         self.job = job
         self.transport = transport
         self.report = Report()
-        self.last_stage = job.schedule.stages - 1
+        self.last_stage = job.schedule.depth - 1
         self.stages = {}
         policy = policy_named(job.schedule.weights)
         for index, module in job.modules.items():
@@ -51,7 +51,8 @@ class Worker:
             weights = StageWeights(module, job.update, decide)
             if index in job.restore:
                 weights.restore(job.restore[index])
-            self.stages[index] = Stage(index, module, weights, job.recompute[index])
+            place = index % job.schedule.depth  # in its copy of the model
+            self.stages[index] = Stage(place, module, weights, job.recompute[index])
         # What one action leaves for another on this worker: messages that came, under the name
         # of their receive; messages to go, under that of their send; and what needs no message,
         # because the neighbour stage is here too, under that of its compute.
@@ -101,6 +102,8 @@ class Worker:
         inputs = tuple(x for x in self.take("RECV_F", action) if x is not None)
         last = stage.index == self.last_stage
         try:
+            if not self.job.schedule.trains:
+                return self.infer(action, version, inputs)
             outputs: Tensors = stage.forward(k, version, inputs, self.loss(k) if last else None)
         except Exception as error:
             error.add_note(f"the input was {describe(inputs)}")
@@ -111,6 +114,20 @@ class Worker:
             self.report.losses[k] = loss.item()
         else:
             self.hand_on(action, outputs)
+        self.refuse_nan(action, outputs)
+        return version
+
+    def infer(self, action: Action, version: Version, inputs: tuple[torch.Tensor, ...]) -> Version:
+        """A forward that no backward follows; the last stage keeps what it gives."""
+        stage, k = self.stages[action.stage], action.microbatch
+        outputs = stage.infer(version, inputs)
+        if stage.index != self.last_stage:
+            self.hand_on(action, outputs)
+        else:
+            self.report.outputs[k] = on_cpu(outputs)
+            if self.job.targets and self.job.targets[k] is not None:
+                with torch.no_grad():
+                    self.report.losses[k] = checked_loss(self.loss(k), outputs).item()
         self.refuse_nan(action, outputs)
         return version
 
@@ -136,14 +153,16 @@ class Worker:
 
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
-        version = self.stages[action.stage].weights.update(action)
+        weights = self.stages[action.stage].weights
+        self.transport.add_over_copies(action.stage, weights.gradients)
+        version = weights.update(action)
         if self.job.history:
             self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
         return version
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
-        if action.stage == 0 and action.kind == "F":
+        if action.stage % self.job.schedule.depth == 0 and action.kind == "F":
             assert self.job.inputs is not None
             return self.job.inputs[action.microbatch]
         came = Action(receive, action.stage, action.microbatch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeschool.actions import Schedule
+from pipeschool.schedules.chimera import chimera
+from pipeschool.schedules.forward_only import forward_only
 from pipeschool.schedules.gpipe import gpipe
 from pipeschool.schedules.naive import naive
 from pipeschool.schedules.one_f_one_b import one_f_one_b
@@ -17,6 +19,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "one_f_one_b": one_f_one_b,
     "pipedream": pipedream,
     "pipedream_2bw": pipedream_2bw,
+    "chimera": chimera,
+    "forward_only": forward_only,
 }
 ALIASES = {"1f1b": "one_f_one_b"}
 
@@ -34,6 +38,8 @@ __all__ = [
     "ALIASES",
     "SCHEDULES",
     "build",
+    "chimera",
+    "forward_only",
     "gpipe",
     "naive",
     "one_f_one_b",
