@@ -189,7 +189,8 @@ def test_unknown_schedule_is_refused_with_those_there_are(name: object) -> None:
         ps.build(name, 4, 8)  # type: ignore[arg-type]
     assert str(caught.value) == (
         f"there is no schedule {name!r}; choose one of naive, gpipe, one_f_one_b, pipedream, "
-        "pipedream_2bw, 1f1b"
+        "pipedream_2bw, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, dualpipe_v, "
+        "1f1b, interleaved"
     )
 
 

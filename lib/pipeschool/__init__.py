@@ -18,12 +18,19 @@ from pipeschool.schedules import (
     SCHEDULES,
     build,
     chimera,
+    dualpipe_v,
+    eager_1f1b,
     forward_only,
     gpipe,
+    interleaved_1f1b,
+    looped_bfs,
     naive,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from pipeschool.simulate import simulate
 from pipeschool.trace import Span, Trace
@@ -51,7 +58,11 @@ __all__ = [
     "check",
     "chimera",
     "forward_only",
+    "dualpipe_v",
+    "eager_1f1b",
     "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
     "lower",
     "naive",
     "one_f_one_b",
@@ -61,6 +72,9 @@ __all__ = [
     "run",
     "simulate",
     "train",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
 
 _LATER = {"draw", "formats", "grade", "partition", "widgets"}  # modules that load when first used

@@ -184,8 +184,11 @@ class Schedule:
 
     @property
     def v(self) -> int:
-        """Chunks per worker: stages into which its share of one model is cut."""
-        return max(1, self.depth // self.p)
+        """Chunks per worker: stages into which its share of one model is cut.
+
+        Where nothing trains, several stages of a worker are one and the same at different tokens.
+        """
+        return max(1, self.depth // self.p) if self.trains else 1
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def test_with_targets_the_losses_are_those_of_an_evaluation():
 def test_token_by_token_each_microbatch_goes_down_the_line_several_times():
     """Three tokens: the same two stages three times over, on the same two workers."""
     stages, (x, _) = linear_stages(2), batch(4)
-    schedule = ps.forward_only(2, 4, v=3)
+    schedule = ps.forward_only(2, 4, tokens=3)
     assert schedule.placement == (0, 1, 0, 1, 0, 1)
     result = ps.run(schedule, [*stages] * 3, [(x, None)])
     line = nn.Sequential(*stages)

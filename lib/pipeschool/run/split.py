@@ -33,9 +33,9 @@ class SplitBackward:
     outputs, gradients: where the backward starts. inputs: what came in; None stands for what can
     have no gradient. weights: the leaves whose gradients `weight_half` adds to their ``.grad``.
 
-    Two kinds of weights have theirs computed in the first half. Where nothing that came in can have a
-    gradient, as on the first stage, the weight used first takes the part of the input. And a weight
-    that is used in several places has no branch of its own.
+    Two kinds of weights have theirs computed in the first half. Where nothing that came in can
+    have a gradient, as on the first stage, the weight used first takes the part of the input. And
+    a weight that is used in several places has no branch of its own.
     """
 
     def __init__(
