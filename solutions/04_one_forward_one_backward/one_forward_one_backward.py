@@ -773,18 +773,11 @@ guess_slower = None  # "same", "gpipe slower" or "1f1b slower"
 
 
 # %%
-def eager_order(worker, p, m):
-    """1F1B with a warm-up twice as long."""
-    first = min(2 * my_warm_up(worker, p, m), m)
-    row = [ps.F(worker, k) for k in range(first)]
-    for k in range(m - first):
-        row += [ps.F(worker, first + k), ps.B(worker, k)]
-    return row + [ps.B(worker, k) for k in range(m - first, m)]
 
-
+# %%
 latency = 0.5  # try others, from 0 to 1.5
 slow = ps.Cost(forward=1, backward=2, latency=latency)
-eager = ps.Schedule.from_workers(eager_order, p=4, m=8, name="eager 1f1b")
+eager = ps.eager_1f1b(p=4, m=8)  # a warm-up twice as long
 for schedule in (ps.gpipe(p=4, m=8), mine, eager):
     trace = ps.simulate(schedule, slow)
     print(f"{schedule.name:<12}{trace.makespan:>6g} s   in flight {trace.peak_activations}")
@@ -792,7 +785,7 @@ print("you predicted:", guess_slower)
 ps.draw.gantt(ps.simulate(mine, slow), ps.simulate(eager, slow))
 
 # %% [markdown]
-# Now 1F1B is slower than GPipe. It lets in just as many cups as the round trip needs if handing on takes no time. With slow messages the next cup is not back in time, and the gaps are in every turn. A few cups more in flight fill them: *eager 1F1B* (Zhuang et al., MLSys 2023) warms up with $2(p - 1 - s)$ forwards. It pays with memory, up to $2(p - s) - 1$ in flight, still without $m$ in it.
+# **Try it** with other latencies, too. With 0 all three take the same time. With more, 1F1B is slower than GPipe. It lets in just as many cups as the round trip needs if handing on takes no time. With slow messages the next cup is not back in time, and the gaps are in every turn. A few cups more in flight fill them: *eager 1F1B* (Zhuang et al., MLSys 2023) warms up with $2(p - 1 - s)$ forwards. It pays with memory, up to $2(p - s) - 1$ in flight, still without $m$ in it.
 #
 # So there is no single best warm-up. There is a trade: memory for hidden messages. Unit 05 measures what your messages cost.
 
