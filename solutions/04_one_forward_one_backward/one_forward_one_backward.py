@@ -771,9 +771,6 @@ for m in (4, 8, 32, 128):
 # %%
 guess_slower = None  # "same", "gpipe slower" or "1f1b slower"
 
-
-# %%
-
 # %%
 latency = 0.5  # try others, from 0 to 1.5
 slow = ps.Cost(forward=1, backward=2, latency=latency)
@@ -785,7 +782,7 @@ print("you predicted:", guess_slower)
 ps.draw.gantt(ps.simulate(mine, slow), ps.simulate(eager, slow))
 
 # %% [markdown]
-# **Try it** with other latencies, too. With 0 all three take the same time. With more, 1F1B is slower than GPipe. It lets in just as many cups as the round trip needs if handing on takes no time. With slow messages the next cup is not back in time, and the gaps are in every turn. A few cups more in flight fill them: *eager 1F1B* (Zhuang et al., MLSys 2023) warms up with $2(p - 1 - s)$ forwards. It pays with memory, up to $2(p - s) - 1$ in flight, still without $m$ in it.
+# **Try it** with other latencies, too. With 0 all three take the same time. With more, 1F1B is slower than GPipe. 1F1B lets in just as many cups as the round trip needs if handing on takes no time. With slow messages the next cup is not back in time, and the gaps are in every turn. A few cups more in flight fill them: *eager 1F1B* (Zhuang et al., MLSys 2023) warms up with $2(p - 1 - s)$ forwards. It pays with memory, up to $2(p - s) - 1$ in flight, still without $m$ in it.
 #
 # So there is no single best warm-up. There is a trade: memory for hidden messages. Unit 05 measures what your messages cost.
 
