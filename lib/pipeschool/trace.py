@@ -96,6 +96,19 @@ class Trace:
         return [max((span.alive for span in row), default=1) for row in self.rows]
 
     @cached_property
+    def weight_copies(self) -> list[float]:
+        """How often a worker holds its share of the model: versions, and copies of other stages.
+
+        The unit is 1/p of one model, so a chunk counts 1/v. Above one for PipeDream, which keeps
+        versions, and for Chimera, whose workers hold a stage of each of two models.
+        """
+        held: list[dict[int, int]] = [{} for _ in range(self.p)]
+        for span in self.spans:
+            stages = held[span.worker]
+            stages[span.action.stage] = max(span.alive, stages.get(span.action.stage, 0))
+        return [sum(stages.values()) / self.v for stages in held]
+
+    @cached_property
     def staleness(self) -> list[int]:
         """How many updates old the weights behind a gradient were; the largest, one per worker.
 

@@ -78,6 +78,8 @@ class Transport:
         self.schedule = schedule
         self.device = device
         self.wire = device if backend == "nccl" else torch.device("cpu")
+        if self.wire != device:
+            self.staging = torch.cuda.Stream(device)
         self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": dist.new_group()}
         # Per peer, oldest first: work handles with the buffers they read.
         self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
@@ -92,7 +94,7 @@ class Transport:
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
-        payload = [t.detach().to(self.wire).contiguous() for t in tensors if t is not None]
+        payload = self._on_wire([t.detach().contiguous() for t in tensors if t is not None])
         size = sum(t.numel() * t.element_size() for t in payload)
         packet = torch.zeros(PACKET, dtype=torch.int64, device=self.wire)
         header = write_header(message_of(send), tensors)
@@ -106,6 +108,21 @@ class Transport:
             room[at : at + len(raw)] = raw
             at += len(raw)
         return Packed(packet, [], size)
+
+    def _on_wire(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors` where the backend can read them. From a GPU to the host they go through pinned
+        memory, on a stream of their own, so that the device computes on meanwhile."""
+        if self.wire == self.device:
+            return tensors
+        stream = self.staging
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+        stream.synchronize()
+        return copies
 
     def send(self, action: Action, message: Packed, left: float) -> None:
         """Start sending what was done at `left`. The buffers are kept until they have gone."""
@@ -147,7 +164,9 @@ class Transport:
             raise message
         if message.action != action:
             raise ValueError(f"got {sender_of(message.action)} where {sender_of(action)} was due")
-        tensors = tuple(t if t is None else t.to(self.device) for t in message.tensors)
+        tensors = tuple(
+            t if t is None else t.to(self.device, non_blocking=True) for t in message.tensors
+        )
         return message._replace(tensors=tensors)
 
     def add_over_copies(self, stage: int, gradients: dict[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing
+from pipeschool.run.clock import Clock, Mark
 from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
@@ -59,12 +60,15 @@ class Worker:
         self.mail: dict[Action, Tensors] = {}
         self.outbox: dict[Action, Packed] = {}
         self.meter = Meter(self.stages, self.mail) if job.memory else None
+        # Pace and meter need every time at once; otherwise a GPU need not be waited for.
+        self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
+        self.done: list[tuple[Action, Mark, Mark, Version, int]] = []
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
         """Do one action, and note when it started and ended."""
         size, version = 0, NO_VERSION
-        start = time.perf_counter()
+        start = self.clock.mark()
         match action.kind:
             case "F":
                 version = self.forward(action)
@@ -77,7 +81,7 @@ class Worker:
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
-                self.transport.send(action, message, self.ready or start)
+                self.transport.send(action, message, self.ready or time.perf_counter())
                 size = message.bytes
             case "RECV_F" | "RECV_B":
                 arrived = self.transport.receive(action)
@@ -85,15 +89,14 @@ class Worker:
                 if self.meter:  # another thread took them in
                     self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
+        end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
-            start, end = self.keep_pace(self.job.pace[action.kind][action.stage], start)
-        else:
-            end = time.perf_counter()
+            seconds = self.job.pace[action.kind][action.stage]
+            start, end = self.keep_pace(seconds, self.clock.seconds(start))
         if self.meter:
             self.transport.let_go()
-            self.meter.note(start, end)
-        span = Span(self.rank, action, start, end, version.number, version.held, size)
-        (self.report.messages if action.is_message else self.report.spans).append(span)
+            self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
+        self.done.append((action, start, end, version, size))
 
     def forward(self, action: Action) -> Version:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
@@ -206,6 +209,17 @@ class Worker:
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
         self.transport.finish()
+        for action, start, end, version, size in self.done:
+            span = Span(
+                self.rank,
+                action,
+                self.clock.seconds(start),
+                self.clock.seconds(end),
+                version.number,
+                version.held,
+                size,
+            )
+            (self.report.messages if action.is_message else self.report.spans).append(span)
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
             self.report.states[index] = stage.weights.state(stage.module)
@@ -266,6 +280,7 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
             transport = Transport(rank, job.schedule, device, job.backend)
             worker = Worker(rank, job, transport)
             dist.barrier()
+            worker.clock.start()
             with worker.meter.live if worker.meter else nullcontext():
                 for position, action in enumerate(job.schedule.workers[rank]):
                     board[rank] = position
