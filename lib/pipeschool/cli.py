@@ -124,7 +124,15 @@ def _run(args: argparse.Namespace) -> None:
     ]
 
     pace = args.pace and tuple(seconds / schedule.v for seconds in args.pace)
-    result = ps.run(schedule, stages, batches, optimizer=sgd, pace=pace, device=args.device)
+    result = ps.run(
+        schedule,
+        stages,
+        batches,
+        optimizer=sgd,
+        pace=pace,
+        device=args.device,
+        engine=args.engine,
+    )
     measured = result.trace
     cost = ps.Cost(*pace) if pace else _measured_cost(schedule, measured)
     predicted = ps.simulate(schedule, cost)
@@ -144,13 +152,15 @@ def _run(args: argparse.Namespace) -> None:
             "measured": {name: getattr(measured, name) for name in short},
             "backend": result.backend,
             "device": result.device,
+            "engine": args.engine,
             "paced": result.paced,
             "gradient_max_error": error,
             "start_seconds": result.start_seconds,
         }
         print(json.dumps(_as_json(measured) | more))
         return
-    print(f"{title(measured)}, {result.backend} on {result.device}")
+    engine = ", PyTorch's engine" if args.engine == "torch" else ""
+    print(f"{title(measured)}, {result.backend} on {result.device}{engine}")
     _print_table([predicted, measured])
     source = "from the declared times" if args.pace else "from the measured mean times per stage"
     print(f"times in seconds, predicted {source}")
@@ -384,6 +394,9 @@ def _parser() -> argparse.ArgumentParser:
         "--pace", type=_pace, metavar="F,B", help="declared seconds of a worker's whole share"
     )
     run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    run.add_argument(
+        "--engine", default="pipeschool", help="pipeschool, or torch for PyTorch's own"
+    )
     run.add_argument(
         "--layers", type=_positive, help="layers of the model (default: p * v, at least 8)"
     )

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
+from pipeschool.run.clock import Clock, Mark
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.stage import Tensors, checked_loss
 from pipeschool.run.torch_limits import one_batch
@@ -100,7 +101,7 @@ def work(
     rank: int, job: Job, device: torch.device, board: MutableSequence[int]
 ) -> Report | Failure:
     """What a worker does with its job under PyTorch's engine."""
-    row = Row(rank, job, board)
+    row = Row(rank, job, board, device)
     try:
         return _work(row, device)
     except Exception as error:
@@ -140,11 +141,16 @@ def _work(row: Row, device: torch.device) -> Report:
 
     engine.prepare(*microbatches(0))
     dist.barrier()
+    row.clock.start()
     for row.batch in range(schedule.batches):
         engine.do_batch(*microbatches(row.batch))
         for stage in stages:
             row.update(stage)
     row.go_on(len(row.actions))
+    seconds = row.clock.seconds
+    for action, start, end, version in row.marks:
+        span = Span(row.rank, action, seconds(start), seconds(end), version)
+        row.report.spans.append(span)
     for index, weights in row.weights.items():
         row.report.gradients[index] = on_cpu(weights.last_gradients)
         row.report.states[index] = weights.state(job.modules[index])
@@ -161,7 +167,7 @@ class Row:
     follows it, which is a receive where it has to wait for one.
     """
 
-    def __init__(self, rank: int, job: Job, board: MutableSequence[int]):
+    def __init__(self, rank: int, job: Job, board: MutableSequence[int], device: torch.device):
         self.rank = rank
         self.job = job
         self.board = board
@@ -169,7 +175,9 @@ class Row:
         self.position = {action: position for position, action in enumerate(self.actions)}
         self.batch = 0
         self.under_way: Action | None = None
-        self.start = 0.0
+        self.clock = Clock(device, on_device=not job.pace)
+        self.start = self.clock.mark()
+        self.marks: list[tuple[Action, Mark, Mark, int]] = []  # start, end, weight version
         self.weights: dict[int, StageWeights] = {}
         self.report = Report()
 
@@ -191,19 +199,21 @@ class Row:
         size = 1 if kind == "U" else self.job.schedule.m
         self.under_way = Action(kind, stage, number + self.batch * size)
         self.board[self.rank] = self.position[self.under_way]
-        self.start = time.perf_counter()
+        self.start = self.clock.mark()
         return self.under_way
 
     def end(self) -> None:
         """The action is done: wait until its declared time is over, if there is one."""
         action = self.under_way
         assert action is not None
+        end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
-            until = self.start + self.job.pace[action.kind][action.stage]
+            until = self.clock.seconds(self.start) + self.job.pace[action.kind][action.stage]
             while (left := until - time.perf_counter()) > 0:
                 time.sleep(left)
+            end = time.perf_counter()
         version = self.weights[action.stage].ledger.newest
-        self.report.spans.append(Span(self.rank, action, self.start, time.perf_counter(), version))
+        self.marks.append((action, self.start, end, version))
         self.under_way = None
         self.go_on(self.position[action] + 1)
 
