@@ -172,7 +172,7 @@ def test_a_file_that_is_no_schedule_is_status_2(capfd: Capture, tmp_path: Path) 
         ("simulate gpipe -m -1", "-m: must be at least 1, not -1"),
         ("show gpipe -p four", "-p: must be a whole number, not 'four'"),
         ("show gpipe -m 2.5", "-m: must be a whole number, not '2.5'"),
-        ("simulate gpipe -v 2", "-v must be 1, not 2: .* come later"),
+        ("simulate gpipe -v 2", "v must be 1 for gpipe, not 2"),
         ("simulate gpipe --batches 0", "--batches: must be at least 1, not 0"),
         ("simulate gpipe --forward fast", "--forward: must be a number of seconds.* not 'fast'"),
         ("simulate gpipe --backward -2", "--backward: must be a number of seconds.* not '-2'"),

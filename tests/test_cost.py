@@ -55,9 +55,9 @@ def test_time_on_the_link_is_overhead_and_bytes_over_bandwidth() -> None:
     assert Cost(latency=5).transfer(SCHEDULE) == [0, 0, 0]  # latency does not occupy the link
 
 
-def test_message_size_by_boundary() -> None:
-    assert [Cost(message_bytes=[8, 16, 0]).message_size(b) for b in range(3)] == [8, 16, 0]
-    assert [Cost(message_bytes=7).message_size(b) for b in range(3)] == [7, 7, 7]
+def test_message_sizes_by_boundary() -> None:
+    assert Cost(message_bytes=[8, 16, 0]).message_sizes(SCHEDULE) == [8, 16, 0]
+    assert Cost(message_bytes=7).message_sizes(SCHEDULE) == [7, 7, 7]
 
 
 def test_numbers_may_come_from_numpy_or_fractions() -> None:

@@ -17,6 +17,7 @@ LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "pipeschool"
 
 FLOORS = {
     "actions": 0,
+    "memory": 0,
     "schedules": 1,
     "lower": 1,
     "formats": 1,

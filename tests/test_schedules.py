@@ -168,6 +168,7 @@ def test_only_the_pipedreams_are_asynchronous() -> None:
     weights = {name: ps.build(name, 2, 2).weights for name in ps.SCHEDULES}
     assert weights.pop("pipedream") == "stash"
     assert weights.pop("pipedream_2bw") == "double_buffer"
+    assert weights.pop("forward_only") == "frozen"
     assert set(weights.values()) == {"flush"}
     assert not ps.pipedream(2, 2).synchronous
     assert not ps.pipedream_2bw(2, 2).synchronous
@@ -175,8 +176,8 @@ def test_only_the_pipedreams_are_asynchronous() -> None:
 
 @pytest.mark.parametrize("name", ps.SCHEDULES)
 def test_build_finds_every_schedule_by_its_name(name: str) -> None:
-    assert ps.build(name, 3, 4, batches=2) == ps.SCHEDULES[name](3, 4, batches=2)
-    assert ps.build(name, 3, 4).name == name
+    assert ps.build(name, 4, 4, batches=2) == ps.SCHEDULES[name](4, 4, batches=2)
+    assert ps.build(name, 4, 4).name == name
 
 
 def test_build_knows_the_short_name() -> None:
@@ -190,7 +191,7 @@ def test_unknown_schedule_is_refused_with_those_there_are(name: object) -> None:
     assert str(caught.value) == (
         f"there is no schedule {name!r}; choose one of naive, gpipe, one_f_one_b, pipedream, "
         "pipedream_2bw, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, dualpipe_v, "
-        "1f1b, interleaved"
+        "chimera, forward_only, 1f1b, interleaved"
     )
 
 

@@ -167,3 +167,19 @@ def test_bytes_of_versions_are_copies_times_size() -> None:
     assert ps.simulate(ps.pipedream(4, 9), cost).version_bytes == [400, 30, 2, 7]
     assert ps.simulate(ps.gpipe(4, 9), cost).version_bytes == [100, 10, 1, 7]
     assert ps.simulate(ps.pipedream(4, 9)).version_bytes == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [
+        ("gpipe", [1, 1, 1, 1]),
+        ("interleaved_1f1b", [1, 1, 1, 1]),
+        ("zb_v", [1, 1, 1, 1]),
+        ("dualpipe_v", [1, 1, 1, 1]),
+        ("chimera", [2, 2, 2, 2]),
+        ("pipedream", [4, 3, 2, 1]),
+        ("pipedream_2bw", [2, 2, 2, 2]),
+    ],
+)
+def test_weight_copies(name: str, copies: list[int]) -> None:
+    assert ps.simulate(ps.build(name, 4, 16, batches=2)).weight_copies == copies

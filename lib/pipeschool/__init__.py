@@ -15,12 +15,14 @@ from pipeschool.cost import Cost
 from pipeschool.greedy import greedy
 from pipeschool.lower import lower
 from pipeschool.optimal import par
-from pipeschool.run import RunError, RunStopped, run, train
+from pipeschool.run import RunError, RunStopped, profile, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
+    chimera,
     dualpipe_v,
     eager_1f1b,
+    forward_only,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
@@ -56,6 +58,8 @@ __all__ = [
     "W",
     "build",
     "check",
+    "chimera",
+    "forward_only",
     "dualpipe_v",
     "eager_1f1b",
     "gpipe",
@@ -68,6 +72,7 @@ __all__ = [
     "par",
     "pipedream",
     "pipedream_2bw",
+    "profile",
     "run",
     "simulate",
     "train",

@@ -131,8 +131,12 @@ class Schedule:
     `m` is the number of microbatches of one batch, `batches` how many batches follow each other;
     microbatches are numbered through, 0 to m * batches - 1. `weights` names the weight-version
     policy: ``flush`` (synchronous: one update per batch, with nothing in flight) or a policy of
-    an asynchronous schedule, such as ``stash``. An update takes the gradients of `updates_every`
-    microbatches.
+    an asynchronous schedule, such as ``stash``; ``frozen`` is for forwards alone. An update takes
+    the gradients of `updates_every` microbatches.
+
+    copies: how many copies of the model are trained together. The stages of the second follow
+    those of the first: with a model of 4 stages, stage 5 is another copy of stage 1. Microbatches
+    take turns: microbatch k goes through copy k % copies. An update sums the gradients of all.
     """
 
     name: str
@@ -142,6 +146,7 @@ class Schedule:
     batches: int = 1
     weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if not self.updates_every:
@@ -157,6 +162,11 @@ class Schedule:
         """True where every batch ends in a flush before any weight changes."""
         return self.weights == "flush"
 
+    @property
+    def trains(self) -> bool:
+        """False where there are forwards alone: inference."""
+        return self.weights != "frozen"
+
     @cached_property
     def lowered(self) -> bool:
         """True where the rows hold sends and receives, not compute alone."""
@@ -168,15 +178,31 @@ class Schedule:
         return 1 + max((action.stage for row in self.workers for action in row), default=-1)
 
     @property
+    def depth(self) -> int:
+        """Number of stages of one copy of the model."""
+        return self.stages // self.copies
+
+    @property
     def v(self) -> int:
-        """Chunks (stages) per worker."""
-        return max(1, self.stages // self.p)
+        """Chunks per worker: stages into which its share of one model is cut.
+
+        Where nothing trains, several stages of a worker are one and the same at different tokens.
+        """
+        return max(1, self.depth // self.p) if self.trains else 1
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The worker of each stage."""
         owner = {action.stage: w for w, row in enumerate(self.workers) for action in row}
         return tuple(owner.get(stage, -1) for stage in range(self.stages))
+
+    def microbatches_of(self, stage: int) -> range:
+        """The microbatches that go through `stage`: all, or those of its copy of the model."""
+        return range(stage // self.depth, self.microbatches, self.copies)
+
+    def neighbour(self, stage: int, step: int) -> int | None:
+        """The stage after (`step` 1) or before (-1) in its copy of the model; None at the end."""
+        return stage + step if 0 <= stage % self.depth + step < self.depth else None
 
     def stages_of(self, worker: int) -> list[int]:
         """The stages that `worker` holds, in order."""
@@ -277,10 +303,14 @@ def with_updates(row: Sequence[Action], every: int) -> list[Action]:
 def peak_in_flight(actions: Iterable[Action]) -> int:
     """The most activations held at once by a worker that does `actions` in this order.
 
-    A forward takes one; the backward (or, when it is split, its weight half) gives it back.
+    A forward takes one; the backward (or, when it is split, its weight half) gives it back. Where
+    no backward follows, a forward keeps nothing beyond its own end.
     """
     held = peak = 0
-    for action in actions:
+    row = list(actions)
+    if not any(action.kind in ("B", "W") for action in row):
+        return min(1, sum(action.kind == "F" for action in row))
+    for action in row:
         if action.kind == "F":
             held += 1
             peak = max(peak, held)

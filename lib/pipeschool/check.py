@@ -31,7 +31,7 @@ _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
 
 KindAndStage = tuple[str, int]
 # What goes from worker to worker: F (activations) or B (gradients), the stage that needs it, and
-# the microbatch.
+# the microbatch. U: a stage's sum of gradients for its other copy, and the number of the update.
 Tensor = tuple[str, int, int]
 
 
@@ -57,6 +57,7 @@ def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tu
     if matching not in MATCHING:
         raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
     _check_placement(schedule)
+    _check_copies(schedule)
     _check_complete(schedule)
     if schedule.lowered:
         _check_messages(schedule)
@@ -88,6 +89,15 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
         row = rows[worker]
         for index in range(position[worker], len(row)):
             kind, stage, microbatch = action = row[index]
+            if kind == "U" and schedule.copies > 1:
+                tensor, other = _sums(schedule, action)
+                given.add(tensor)
+                if tensor in waiting:
+                    runnable.append(waiting.pop(tensor))
+                if other not in given:
+                    waiting[other] = worker
+                    position[worker] = index
+                    break
             if take := takes.get((kind, stage)):
                 letter, source = take
                 tensor = (letter, stage, microbatch)
@@ -161,6 +171,43 @@ def _check_placement(schedule: Schedule) -> None:
             raise IllegalSchedule(f"stage {stage} is on no worker")
 
 
+def _check_copies(schedule: Schedule) -> None:
+    """Two copies of a model: each whole, on workers of its own, with every other microbatch."""
+    if schedule.copies not in (1, 2):
+        raise IllegalSchedule(f"copies must be 1 or 2, not {schedule.copies}")
+    if schedule.copies == 1:
+        return
+    if schedule.stages % 2 or schedule.updates_every % 2 or not schedule.synchronous:
+        raise IllegalSchedule(
+            f"{schedule.name} trains two copies of the model: it needs as many stages for each, an "
+            f"even number of microbatches and weights='flush', but has {schedule.stages} stages, "
+            f"{schedule.updates_every} microbatches and weights={schedule.weights!r}"
+        )
+    for stage in range(schedule.depth):
+        if schedule.placement[stage] == schedule.placement[stage + schedule.depth]:
+            raise IllegalSchedule(
+                f"worker {schedule.placement[stage]} holds stage {stage} and its copy, stage "
+                f"{stage + schedule.depth}: they must be on different workers",
+                schedule.placement[stage],
+            )
+    for worker, row in enumerate(schedule.workers):
+        for action in row:
+            copy = action.stage // schedule.depth
+            if action.kind != "U" and action.microbatch % 2 != copy:
+                raise IllegalSchedule(
+                    f"worker {worker} does {action.describe()}, but stage {action.stage} is of "
+                    f"copy {copy}, which takes the {'odd' if copy else 'even'} microbatches",
+                    worker,
+                    action,
+                )
+
+
+def _sums(schedule: Schedule, update: Action) -> tuple[Tensor, Tensor]:
+    """What an update gives to the other copy of its stage, and what it takes from there."""
+    other = (update.stage + schedule.depth) % schedule.stages
+    return ("U", update.stage, update.microbatch), ("U", other, update.microbatch)
+
+
 def _check_complete(schedule: Schedule) -> None:
     """Each compute action once.
 
@@ -172,7 +219,9 @@ def _check_complete(schedule: Schedule) -> None:
         counts = Counter(map(_KIND_AND_STAGE, row))
         for stage in schedule.stages_of(worker):
             _check_all(schedule, worker, "F", stage, counts)
-            if counts["I", stage] or counts["W", stage]:
+            if not schedule.trains:
+                _check_forward_only(worker, row)
+            elif counts["I", stage] or counts["W", stage]:
                 _check_halves(schedule, worker, stage)
             else:
                 _check_all(schedule, worker, "B", stage, counts)
@@ -198,13 +247,25 @@ def _check_messages(schedule: Schedule) -> None:
                 )
 
 
+def _check_forward_only(worker: int, row: Sequence[Action]) -> None:
+    for action in row:
+        if action.kind in ("B", "I", "W", "U"):
+            raise IllegalSchedule(
+                f"worker {worker} does {action.describe()}, but with weights='frozen' there are "
+                "forwards alone",
+                worker,
+                action,
+            )
+
+
 def _check_all(
     schedule: Schedule, worker: int, kind: str, stage: int, counts: Counter[KindAndStage]
 ) -> None:
     """`kind` on `stage` is there for every microbatch."""
-    if counts[kind, stage] != schedule.microbatches:
+    microbatches = schedule.microbatches_of(stage)
+    if counts[kind, stage] != len(microbatches):
         listed = set(schedule.workers[worker])
-        every = (Action(kind, stage, k) for k in range(schedule.microbatches))
+        every = (Action(kind, stage, k) for k in microbatches)
         raise _never(worker, next(action for action in every if action not in listed))
 
 
@@ -228,7 +289,7 @@ def _check_distinct(schedule: Schedule, worker: int, row: Sequence[Action]) -> N
 def _check_halves(schedule: Schedule, worker: int, stage: int) -> None:
     """Where some backwards are split: each is there whole or in both halves, not in between."""
     listed = set(schedule.workers[worker])
-    for k in range(schedule.microbatches):
+    for k in schedule.microbatches_of(stage):
         whole, *halves = (Action(kind, stage, k) for kind in ("B", "I", "W"))
         if whole in listed:
             for half in halves:
@@ -251,12 +312,9 @@ def _needs_from_own_row(schedule: Schedule) -> dict[KindAndStage, list[KindAndSt
     for stage in stages:
         for kind, first in (("B", "F"), ("I", "F"), ("W", "I"), ("SEND_F", "F"), ("SEND_B", "B")):
             needs[kind, stage] = [(first, stage)]
-        for kind, letter, neighbour in (
-            ("F", "F", stage - 1),
-            ("B", "B", stage + 1),
-            ("I", "B", stage + 1),
-        ):
-            if neighbour not in stages:
+        for kind, letter, step in (("F", "F", -1), ("B", "B", 1), ("I", "B", 1)):
+            neighbour = schedule.neighbour(stage, step)
+            if neighbour is None:
                 continue
             if schedule.placement[neighbour] == schedule.placement[stage]:
                 needs.setdefault((kind, stage), []).append((letter, neighbour))
@@ -292,7 +350,8 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
     In a synchronous schedule they are those of its own batch, and the next batch waits for it:
     that is the flush.
     """
-    size = schedule.updates_every
+    every = schedule.updates_every
+    size = every // schedule.copies
     stages = schedule.stages_of(worker)
     updates = dict.fromkeys(stages, 0)
     gradients = dict.fromkeys(stages, 0)
@@ -317,18 +376,18 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
             gradients[stage] = 0
         elif kind not in COMPUTE_KINDS:
             continue  # messages may run ahead of an update
-        elif schedule.synchronous and number >= size * (updates[stage] + 1):
+        elif schedule.synchronous and number >= every * (updates[stage] + 1):
             raise IllegalSchedule(
                 f"worker {worker} does {action.describe()} before "
-                f"{Action('U', stage, number // size - 1)}: a synchronous schedule ends each batch "
-                f"with a flush and an update",
+                f"{Action('U', stage, number // every - 1)}: a synchronous schedule ends each "
+                f"batch with a flush and an update",
                 worker,
                 action,
             )
         elif kind in ("B", "W"):
             gradients[stage] += 1
     for stage in stages:
-        if updates[stage] != schedule.microbatches // size:
+        if schedule.trains and updates[stage] != schedule.microbatches // every:
             raise _never(worker, Action("U", stage, updates[stage]))
 
 
@@ -370,6 +429,8 @@ def _never(worker: int, action: Action) -> IllegalSchedule:
 def _giver(schedule: Schedule, tensor: Tensor) -> Action:
     """The action that gives `tensor` to its stage."""
     letter, stage, microbatch = tensor
+    if letter == "U":
+        return Action(*tensor)
     source = stage - 1 if letter == "F" else stage + 1
     if schedule.lowered:
         return Action(f"SEND_{letter}", source, microbatch)

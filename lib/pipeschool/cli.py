@@ -69,7 +69,7 @@ def _schedules(args: argparse.Namespace) -> None:
     also = {name: f" (or {alias})" for alias, name in ALIASES.items()}
     for name, builder in ps.SCHEDULES.items():
         about = (sys.modules[builder.__module__].__doc__ or "").partition("\n")[0]
-        print(f"{name + also.get(name, ''):24}{about}")
+        print(f"{name + also.get(name, ''):34}{about}")
 
 
 def _simulate(args: argparse.Namespace) -> None:
@@ -114,22 +114,23 @@ def _run(args: argparse.Namespace) -> None:
     width = args.hidden
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()).double()
-        for _ in range(max(args.p, 8) if args.layers is None else args.layers)
+        for _ in range(max(schedule.depth, 8) if args.layers is None else args.layers)
     ]
-    stages = split_layers(torch.nn.Sequential(*blocks), args.p)
+    stages = split_layers(torch.nn.Sequential(*blocks), schedule.depth)
     size = (4 * args.m if args.batch_size is None else args.batch_size, width)
     batches = [
         (torch.randn(size, dtype=torch.float64), torch.randn(size, dtype=torch.float64))
         for _ in range(args.batches)
     ]
 
-    result = ps.run(schedule, stages, batches, optimizer=sgd, pace=args.pace, device=args.device)
+    pace = args.pace and tuple(seconds / schedule.v for seconds in args.pace)
+    result = ps.run(schedule, stages, batches, optimizer=sgd, pace=pace, device=args.device)
     measured = result.trace
-    cost = ps.Cost(*args.pace) if args.pace else _measured_cost(schedule, measured)
+    cost = ps.Cost(*pace) if pace else _measured_cost(schedule, measured)
     predicted = ps.simulate(schedule, cost)
     error = None
     if schedule.synchronous:
-        alone = reference.gradients(stages, batches, args.m, optimizer=sgd)
+        alone = reference.gradients(stages, batches, args.m, optimizer=sgd, copies=schedule.copies)
         error = reference.max_error(result.gradients, alone)
 
     if args.trace:
@@ -188,26 +189,31 @@ def _lab(args: argparse.Namespace) -> None:
 
 def _schedule(args: argparse.Namespace) -> ps.Schedule:
     """The schedule that the words on the command line ask for."""
-    if args.v != 1:
-        raise ValueError(
-            f"-v must be 1, not {args.v}: schedules with several chunks per worker come later"
-        )
-    schedule = ps.build(args.name, args.p, args.m, args.batches)
+    schedule = ps.build(args.name, args.p, args.m, args.batches, args.v)
     return with_weights(schedule, args.weights)
 
 
 def _predict(args: argparse.Namespace) -> ps.Trace:
-    return ps.simulate(_schedule(args), ps.Cost(args.forward, args.backward, comm=args.comm))
+    schedule = _schedule(args)
+    chunk = (args.forward / schedule.v, args.backward / schedule.v)
+    return ps.simulate(schedule, ps.Cost(*chunk, comm=args.comm))
 
 
 def _measured_cost(schedule: ps.Schedule, trace: ps.Trace) -> ps.Cost:
-    """The mean time of a forward and of a backward on each stage, in seconds."""
-    means: dict[str, list[float]] = {"F": [], "B": []}
-    for kind, times in means.items():
-        for stage in range(schedule.stages):
-            spans = [s.seconds for s in trace.spans if s.action[:2] == (kind, stage)]
-            times.append(sum(spans) / len(spans))
-    return ps.Cost(means["F"], means["B"])
+    """The mean time of every kind of action on each stage, in seconds."""
+
+    def means(kind: str) -> list[float]:
+        spans = [
+            [
+                s.seconds
+                for s in trace.spans
+                if (s.action.kind, s.action.stage % schedule.depth) == (kind, stage)
+            ]
+            for stage in range(schedule.depth)
+        ]
+        return [sum(times) / len(times) if times else 0.0 for times in spans]
+
+    return ps.Cost(means("F"), means("B"), means("I"), means("W"))
 
 
 def _as_json(trace: ps.Trace) -> dict[str, object]:
@@ -322,7 +328,9 @@ def _parser() -> argparse.ArgumentParser:
     pipeline.add_argument(
         "-m", type=_positive, default=8, help="microbatches in one batch (default: 8)"
     )
-    pipeline.add_argument("-v", type=_positive, default=1, help="chunks per worker (only 1 so far)")
+    pipeline.add_argument(
+        "-v", type=_positive, help="chunks per worker (default: the schedule's own number)"
+    )
     pipeline.add_argument("--batches", type=_positive, default=1, help="batches (default: 1)")
     pipeline.add_argument(
         "--weights", metavar="POLICY", help="weight versions of an asynchronous schedule"
@@ -360,10 +368,12 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--json", action="store_true", help="one JSON object")
 
     run = command("run", _run, "run on real worker processes", pipeline)
-    run.add_argument("--pace", type=_pace, metavar="F,B", help="declared seconds of each action")
+    run.add_argument(
+        "--pace", type=_pace, metavar="F,B", help="declared seconds of a worker's whole share"
+    )
     run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     run.add_argument(
-        "--layers", type=_positive, help="layers of the model (default: p, at least 8)"
+        "--layers", type=_positive, help="layers of the model (default: p * v, at least 8)"
     )
     run.add_argument("--hidden", type=_positive, default=32, help="width of a layer (default: 32)")
     run.add_argument("--batch-size", type=_positive, help="samples in a batch (default: 4m)")

@@ -20,8 +20,14 @@ SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 def to_csv(schedule: Schedule) -> str:
     """`schedule` as PyTorch's CSV text, updates left out; ends in a newline.
 
-    Raises ValueError where there is a flush between batches: the file could not say so.
+    Raises ValueError for what the file could not say: a flush between batches, a second copy of
+    the model.
     """
+    if schedule.copies > 1:
+        raise ValueError(
+            f"PyTorch's schedule file knows one copy of the model, but {schedule.name} trains "
+            f"{schedule.copies}"
+        )
     if schedule.synchronous and schedule.batches > 1:
         raise ValueError(
             f"PyTorch's schedule file holds one batch, but this {schedule.name} flushes between "

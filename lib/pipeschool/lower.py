@@ -31,12 +31,12 @@ def handover(kind: str, stage: int, schedule: Schedule) -> Handover | None:
     gradient to the stage before. Two stages on one worker need no message.
     """
     if kind == "F":
-        letter, neighbour = "F", stage + 1
+        letter, neighbour = "F", schedule.neighbour(stage, 1)
     elif kind in ("B", "I"):
-        letter, neighbour = "B", stage - 1
+        letter, neighbour = "B", schedule.neighbour(stage, -1)
     else:
         return None
-    if not 0 <= neighbour < schedule.stages:
+    if neighbour is None:
         return None
     link = Link(schedule.placement[stage], schedule.placement[neighbour])
     return None if link.source == link.target else Handover(letter, neighbour, link)
@@ -47,7 +47,7 @@ def handovers(schedule: Schedule) -> dict[tuple[str, int], Handover]:
     return {
         (kind, stage): found
         for stage in range(schedule.stages)
-        for kind in ("F", "B", "I")
+        for kind in (("F", "B", "I") if schedule.trains else ("F",))
         if (found := handover(kind, stage, schedule))
     }
 

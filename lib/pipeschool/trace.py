@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipeschool.actions import Action, peak_in_flight
+from pipeschool.memory import Level, StageBytes, levels
 
 
 class Span(NamedTuple):
@@ -34,6 +35,8 @@ class Trace:
 
     `label` says where it comes from: ``predicted``, ``measured`` or ``measured, paced``.
     `messages` holds spans of sends and receives; a receive lasts while its worker waits.
+    `stage_bytes` are the sizes of the stages, as far as they are known. `measured_memory` is what
+    a run has counted, one list of levels per worker.
     """
 
     name: str
@@ -43,7 +46,8 @@ class Trace:
     spans: tuple[Span, ...]
     label: str = "predicted"
     messages: tuple[Span, ...] = field(default=(), repr=False)
-    parameter_bytes: tuple[float, ...] = ()  # of one version of a worker's weights, where known
+    stage_bytes: tuple[StageBytes, ...] = field(default=(), repr=False)
+    measured_memory: tuple[tuple[Level, ...], ...] = field(default=(), repr=False)
 
     @cached_property
     def rows(self) -> list[list[Span]]:
@@ -92,6 +96,19 @@ class Trace:
         return [max((span.alive for span in row), default=1) for row in self.rows]
 
     @cached_property
+    def weight_copies(self) -> list[float]:
+        """How often a worker holds its share of the model: versions, and copies of other stages.
+
+        The unit is 1/p of one model, so a chunk counts 1/v. Above one for PipeDream, which keeps
+        versions, and for Chimera, whose workers hold a stage of each of two models.
+        """
+        held: list[dict[int, int]] = [{} for _ in range(self.p)]
+        for span in self.spans:
+            stages = held[span.worker]
+            stages[span.action.stage] = max(span.alive, stages.get(span.action.stage, 0))
+        return [sum(stages.values()) / self.v for stages in held]
+
+    @cached_property
     def staleness(self) -> list[int]:
         """How many updates old the weights behind a gradient were; the largest, one per worker.
 
@@ -136,8 +153,35 @@ class Trace:
 
         With several stages on a worker: if all held their most at the same time.
         """
-        sizes = self.parameter_bytes or (0.0,) * self.p
-        return [count * size for count, size in zip(self.weight_versions, sizes, strict=True)]
+        return [
+            count * size
+            for count, size in zip(self.weight_versions, self.parameter_bytes, strict=True)
+        ]
+
+    @property
+    def parameter_bytes(self) -> list[float]:
+        """Bytes of one version of the weights of each worker; 0 where not known."""
+        sizes = self.stage_bytes
+        stages = [sorted({span.action.stage for span in row}) for row in self.rows]
+        return [sum(sizes[s].parameters for s in mine) if sizes else 0.0 for mine in stages]
+
+    @cached_property
+    def memory(self) -> list[list[Level]]:
+        """Bytes in the memory of each worker over time, level by level.
+
+        Counted where a run was asked to (`memory=True`), otherwise predicted from the sizes of
+        the stages. Empty where neither is known.
+        """
+        if self.measured_memory:
+            return [list(row) for row in self.measured_memory]
+        if not self.stage_bytes:
+            return []
+        return [levels(row, self.stage_bytes) for row in self.rows]
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """The most bytes in the memory of each worker at once; empty where not known."""
+        return [max(level.total for level in row) for row in self.memory]
 
     def metrics(self) -> dict[str, object]:
         """The numbers above by name, as plain data."""

@@ -52,6 +52,12 @@ class Flush(Policy):
     name = "flush"
 
 
+class Frozen(Policy):
+    """No training, and so one version: forwards alone."""
+
+    name = "frozen"
+
+
 class Latest(Policy):
     """No versions at all, wrong on purpose: the backward meets whatever the weights are by then."""
 
@@ -106,7 +112,7 @@ class DoubleBuffer(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Flush, Latest, Stash, VerticalSync, DoubleBuffer)
+    policy.name: policy for policy in (Flush, Frozen, Latest, Stash, VerticalSync, DoubleBuffer)
 }
 
 
@@ -132,9 +138,12 @@ def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Sche
         raise ValueError(
             f"{schedule.name} is synchronous and needs weights='flush', not {weights!r}"
         )
-    if weights == "flush":
+    if not schedule.trains:
+        raise ValueError(f"{schedule.name} does not train, so it needs weights='frozen'")
+    if weights in ("flush", "frozen"):
+        why = "never flushes" if weights == "flush" else "trains"
         raise ValueError(
-            f"{schedule.name} never flushes, so it needs another policy than weights='flush'"
+            f"{schedule.name} {why}, so it needs another policy than weights={weights!r}"
         )
     return replace(schedule, weights=weights)
 

@@ -6,6 +6,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.run import reference
+from pipeschool.run.clock import Clock
 from pipeschool.run.launch import choose_device
 from torch import nn
 
@@ -52,3 +53,33 @@ def test_the_device_follows_from_the_number_of_gpus(monkeypatch, gpus, p, expect
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert choose_device("auto", p) == expected
     assert choose_device("cpu", p) == ("gloo", ["cpu"] * p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason=f"needs a GPU; torch sees {GPUS}")
+def test_the_device_tells_the_time_of_its_own_work():
+    """A kernel that spins takes its time on the device; asking for it takes the host none."""
+    cycles = 200_000_000
+    device = torch.device("cuda:0")
+    by_event, waiting = Clock(device, on_device=True), Clock(device, on_device=False)
+    start, asked = by_event.mark(), waiting.mark()
+    torch.cuda._sleep(cycles)
+    end = by_event.mark()
+    device_seconds = by_event.seconds(end) - by_event.seconds(start)
+    assert waiting.mark() - asked >= device_seconds > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason=f"needs a GPU; torch sees {GPUS}")
+@pytest.mark.parametrize("build", [ps.zb_h1, ps.chimera, ps.interleaved_1f1b])
+def test_split_backwards_copies_and_chunks_on_gpus(build):
+    torch.manual_seed(0)
+    schedule = build(p=4, m=8)
+    stages = [
+        nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Tanh()).double()
+        for _ in range(schedule.depth)
+    ]
+    x = torch.randn(16, 64, dtype=torch.float64)
+    result = ps.run(schedule, stages, [(x, x)], device="cuda", recompute=True)
+    expected = reference.gradients(stages, [(x, x)], m=8, copies=schedule.copies)
+    assert reference.max_error(result.gradients, expected) < 1e-12

@@ -17,7 +17,7 @@ import pytest
 import torch
 from oracle import cut, difference, replay
 from pipeschool.actions import Action
-from pipeschool.run.stage import Stage
+from pipeschool.run.stage import Stage, Tensors
 from pipeschool.run.weights import StageWeights, Version
 from pipeschool.versions import Ledger, with_weights
 from torch import nn
@@ -122,11 +122,15 @@ def has_room_for_one_version_too_few() -> None:
 def forgets_to_divide_by_m() -> None:
     """The gradients of an update's microbatches are added up, not averaged."""
 
-    def mistaken(self: Stage, microbatch: int, scale: float) -> torch.Tensor:
-        _, (loss,) = self.in_flight[microbatch]
-        return torch.ones_like(loss)
+    backward = Stage.backward
 
-    Stage.scale = mistaken  # type: ignore[method-assign]
+    def mistaken(
+        self: Stage, microbatch: int, version: Version, gradients: Tensors | float
+    ) -> Tensors:
+        last = isinstance(gradients, float)
+        return backward(self, microbatch, version, 1.0 if last else gradients)
+
+    Stage.backward = mistaken  # type: ignore[method-assign]
 
 
 def goes_back_through_the_newest() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import number
+from pipeschool.cost import Cost, number
 from pipeschool.run.errors import RunError, RunStopped
 from pipeschool.run.pool import start_fork_server
 from pipeschool.run.train import Training, train
@@ -40,6 +40,8 @@ def run(
     seed: int = 0,
     history: bool = False,
     update_stages: bool = False,
+    recompute: bool | Sequence[bool] = False,
+    memory: bool = False,
 ) -> Result:
     """Train `stages` on `batches` as `schedule` says, one process per worker.
 
@@ -47,7 +49,8 @@ def run(
     stages: one module per stage. The first gets the inputs of a microbatch, every other what the
         stage before it returned: a tensor, or a tuple of tensors of any shape and dtype.
     batches: (inputs, targets) pairs, tensors or tuples of tensors, samples along the first
-        dimension. A synchronous schedule of one batch repeats itself for as many as there are.
+        dimension; a forward-only schedule takes (inputs, None), too. A synchronous schedule of
+        one batch repeats itself for as many as there are.
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.
@@ -64,6 +67,11 @@ def run(
     seed: worker w seeds torch with seed + w.
     history: note the parameters after every update, see `Result.history`.
     update_stages: load the trained weights into `stages`; they are left alone otherwise.
+    recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same
+        random numbers, for its backward; True, False, or one of them per stage. A paced backward
+        then lasts as long as a forward and a backward.
+    memory: count the bytes of all tensors alive, see `Trace.memory`; every operation takes some
+        microseconds longer.
 
     Raises ValueError for arguments that do not fit, IllegalSchedule, and RunError when a run
     fails; `RunStopped` (a KeyboardInterrupt) when it is interrupted. No worker outlives the call.
@@ -90,10 +98,39 @@ def run(
         seed=seed,
         history=history,
         update_stages=update_stages,
+        recompute=recompute,
+        memory=memory,
     )
     from pipeschool.run.launch import launch
 
     return launch(schedule, stages, batches, options, called)
+
+
+def profile(
+    stages: Sequence[nn.Module],
+    batch: tuple[Any, Any],
+    m: int,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    recompute: bool | Sequence[bool] = False,
+    rounds: int = 5,
+) -> Cost:
+    """What each of `stages` costs for a microbatch of `batch` cut in `m`: a `Cost` to predict with.
+
+    This process takes microbatches through all stages and back, `rounds` times with whole
+    backwards and as often with split ones. Seconds are medians of these; bytes are those of
+    tensors alive. The stages are not changed. `loss`, `optimizer` and `recompute` as for `run`.
+    """
+    import torch
+
+    from pipeschool.run.measure import measure
+
+    whole_number("m", m)
+    whole_number("rounds", rounds)
+    return measure(
+        stages, batch, m, loss or torch.nn.functional.mse_loss, optimizer, recompute, rounds
+    )
 
 
 def options_of(
@@ -109,6 +146,8 @@ def options_of(
     seed: int = 0,
     history: bool = False,
     update_stages: bool = False,
+    recompute: bool | Sequence[bool] = False,
+    memory: bool = False,
 ) -> Options:
     """The keyword arguments that `run` and `train` share, checked."""
     number("timeout", timeout, positive=True)
@@ -130,7 +169,9 @@ def options_of(
         seed=seed,
         history=history,
         update_stages=update_stages,
+        recompute=recompute,
+        memory=memory,
     )
 
 
-__all__ = ["RunError", "RunStopped", "Training", "options_of", "run", "train"]
+__all__ = ["RunError", "RunStopped", "Training", "options_of", "profile", "run", "train"]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeschool.actions import Action, Schedule
+from pipeschool.memory import Level
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.weights import Parameters, StageState, Update
@@ -20,12 +21,14 @@ class Job:
     """One worker's share of a run. Only the ends of the pipeline hold data."""
 
     schedule: Schedule  # lowered
-    modules: dict[int, nn.Module]  # stage -> its layers
-    inputs: Sequence[Tensors] | None  # one per microbatch; None unless the first stage is here
-    targets: list[Any] | None  # one per microbatch; None unless the last stage is here
+    modules: dict[int, nn.Module]  # stage -> its layers; those of another copy are equal
+    inputs: Sequence[Tensors] | None  # one per microbatch; None unless a first stage is here
+    targets: list[Any] | None  # one per microbatch; None unless a last stage is here
     scales: list[float]  # weight of each microbatch's loss in the loss of its update
     loss: Loss
     update: Update
+    recompute: list[bool]  # of every stage: keep only inputs, go forward again for the backward
+    memory: bool  # note how many bytes are alive
     restore: dict[int, StageState]  # stage -> where it was when an earlier run ended
     generator: Tensor | None  # state of this worker's random numbers at that time
     history: bool  # note the weights after every update
@@ -44,11 +47,13 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # microbatch -> mean loss
+    outputs: dict[int, Tensors] = field(default_factory=dict)  # microbatch -> of the last stage
     gradients: dict[int, Parameters] = field(default_factory=dict)  # stage -> last update's
     states: dict[int, StageState] = field(default_factory=dict)
     history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update
     generator: Tensor | None = None
-    parameter_bytes: int = 0  # of one version of all weights here
+    parameter_bytes: dict[int, int] = field(default_factory=dict)  # stage -> of one version
+    memory: list[Level] = field(default_factory=list)  # where the job asked for it
 
 
 @dataclass

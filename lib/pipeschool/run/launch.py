@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeschool.actions import Schedule
+from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.check import check
-from pipeschool.cost import Cost
+from pipeschool.cost import Cost, recompute_table
 from pipeschool.lower import lower
+from pipeschool.memory import StageBytes
 from pipeschool.run.job import Job, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
-from pipeschool.run.stage import Loss
+from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
@@ -43,16 +44,18 @@ class State:
 class Result:
     """What a run gave.
 
-    trace: measured. losses: the mean loss of every microbatch, in order. gradients: one dict per
-    stage, on the CPU, those of the last update. state: optimizers and all. history: where it was
-    asked for, the parameters after each update: history[t][s] is a dict for stage s after t
-    updates, history[0] the start. backend: ``gloo`` or ``nccl``. device: where the stages
-    computed. paced: True where stages waited out a declared time. start_seconds: from the call to
-    the first action.
+    trace: measured. losses: the mean loss of every microbatch, in order; empty where there were no
+    targets. outputs: of a forward-only schedule, what the last stage gave for each microbatch, on
+    the CPU; empty for others. gradients: one dict per stage, on the CPU, those of the last update.
+    state: optimizers and all. history: where it was asked for, the parameters after each update:
+    history[t][s] is a dict for stage s after t updates, history[0] the start. backend: ``gloo`` or
+    ``nccl``. device: where the stages computed. paced: True where stages waited out a declared
+    time. start_seconds: from the call to the first action.
     """
 
     trace: Trace
     losses: list[float]
+    outputs: list[Tensors]
     gradients: list[Parameters]
     state: State
     history: list[list[Parameters]]
@@ -80,6 +83,8 @@ class Options:
     seed: int
     history: bool
     update_stages: bool
+    recompute: bool | Sequence[bool] = False
+    memory: bool = False
 
 
 def launch(
@@ -104,19 +109,26 @@ def launch(
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, schedule.p)
-    paces = pace_table(options.pace, schedule)
+    recompute = recompute_table(options.recompute, schedule)
+    paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
         jobs = [
             Job(
                 schedule=schedule,
-                modules={s: stages[s] for s in schedule.stages_of(worker)},
-                inputs=inputs if schedule.placement[0] == worker else None,
-                targets=targets if schedule.placement[-1] == worker else None,
+                modules={s: stages[s % schedule.depth] for s in schedule.stages_of(worker)},
+                inputs=inputs if worker in schedule.placement[:: schedule.depth] else None,
+                targets=targets
+                if worker in schedule.placement[schedule.depth - 1 :: schedule.depth]
+                else None,
                 scales=scales,
                 loss=options.loss,
                 update=options.update,
-                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
+                recompute=recompute,
+                memory=options.memory,
+                restore={s: state.stages[s % schedule.depth] for s in schedule.stages_of(worker)}
+                if state
+                else {},
                 generator=state.generators[worker] if state else None,
                 history=options.history,
                 pace=paces,
@@ -164,6 +176,7 @@ def put_together(
     def from_begin(spans: Iterable[Span]) -> tuple[Span, ...]:
         return tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in spans)
 
+    sizes = merged(report.parameter_bytes for report in reports)
     trace = Trace(
         schedule.name,
         schedule.p,
@@ -172,16 +185,22 @@ def put_together(
         from_begin(itertools.chain.from_iterable(report.spans for report in reports)),
         label="measured, paced" if paced else "measured",
         messages=from_begin(itertools.chain.from_iterable(r.messages for r in reports)),
-        parameter_bytes=tuple(report.parameter_bytes for report in reports),
+        stage_bytes=tuple(StageBytes(parameters=size) for size in sizes),
+        measured_memory=tuple(
+            tuple(level._replace(time=max(level.time - begin, 0.0)) for level in report.memory)
+            for report in reports
+            if report.memory
+        ),
     )
-    losses = merged(report.losses for report in reports)
-    gradients = merged(report.gradients for report in reports)
-    states = merged(report.states for report in reports)
-    histories = merged(report.history for report in reports)
+    first_copy = slice(schedule.depth)  # the others are equal
+    gradients = merged(report.gradients for report in reports)[first_copy]
+    states = merged(report.states for report in reports)[first_copy]
+    histories = merged(report.history for report in reports)[first_copy]
     staged = backend == "gloo" and devices[0].startswith("cuda")
     return Result(
         trace=trace,
-        losses=losses,
+        losses=merged(report.losses for report in reports),
+        outputs=merged(report.outputs for report in reports),
         gradients=gradients,
         state=State(states, [report.generator for report in reports]),
         history=[list(update) for update in zip(*histories, strict=True)],
@@ -225,9 +244,9 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     """One module per stage, each a module."""
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
-    if len(stages) != schedule.stages:
+    if len(stages) != schedule.depth:
         raise ValueError(
-            f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "
+            f"{schedule.name} has {schedule.depth} stages, so it needs as many modules, "
             f"not {len(stages)}"
         )
     for index, stage in enumerate(stages):
@@ -248,7 +267,9 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
 
 
-def pace_table(pace: Pace | None, schedule: Schedule) -> dict[str, list[float]] | None:
+def pace_table(
+    pace: Pace | None, recompute: Sequence[bool], schedule: Schedule
+) -> dict[str, list[float]] | None:
     """Declared seconds per kind of action and stage."""
     if pace is None:
         return None
@@ -257,7 +278,8 @@ def pace_table(pace: Pace | None, schedule: Schedule) -> dict[str, list[float]] 
             f"pace must be (forward, backward) in seconds, such as (0.005, 0.010), not {pace!r}"
         )
     try:
-        table = Cost(forward=pace[0], backward=pace[1]).seconds(schedule)
+        cost = Cost(forward=pace[0], backward=pace[1], recompute=recompute[: schedule.depth])
+        table = cost.seconds(schedule)
     except ValueError as error:
         raise ValueError(f"pace must be (forward, backward) in seconds: {error}") from None
-    return {kind: table[kind] for kind in ("F", "B")}
+    return {kind: table[kind] for kind in COMPUTE_KINDS}

@@ -42,7 +42,12 @@ def cut(
     sizes: list[int] = []
     for x, y in batches:
         n = samples(x)
-        if samples(y) != n:
+        if y is None and schedule.trains:
+            raise ValueError(
+                "a batch without targets, (inputs, None), is for forward-only schedules: "
+                f"{schedule.name} trains"
+            )
+        if y is not None and samples(y) != n:
             raise ValueError(f"a batch has {n} inputs, but {samples(y)} targets")
         if n < schedule.m:
             raise ValueError(
@@ -51,7 +56,7 @@ def cut(
             )
         pieces = split(x, schedule.m)
         inputs += [as_tensors(piece, "a batch") for piece in pieces]
-        targets += split(y, schedule.m)
+        targets += [None] * schedule.m if y is None else split(y, schedule.m)
         sizes += [samples(piece) for piece in pieces]
     group = schedule.updates_every
     totals = [sum(sizes[k - k % group : k - k % group + group]) for k in range(len(sizes))]

@@ -3,69 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipeschool.run.split import SplitBackward
 from pipeschool.run.weights import StageWeights, Version
 
 Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
 Loss = Callable[[Any, Any], Tensor]
 
 
-class Stage:
-    """The layers of one stage, and what its microbatches in flight wait for."""
+@dataclass
+class Flight:
+    """A microbatch between its forward and the end of its backward."""
 
-    def __init__(self, index: int, module: nn.Module, weights: StageWeights):
+    leaves: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    again: Callable[[], tuple[Tensor, ...]] | None = None  # recompute: the forward once more
+    halves: SplitBackward | None = None  # between the two halves of a split backward
+
+
+class Stage:
+    """The layers of one stage, and what its microbatches in flight wait for.
+
+    recompute: keep only the input of a microbatch, and do its forward again for the backward.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, weights: StageWeights, recompute: bool = False
+    ):
         self.index = index
         self.module = module
         self.weights = weights
-        self.in_flight: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self.recompute = recompute
+        self.in_flight: dict[int, Flight] = {}
 
     def forward(
-        self, microbatch: int, version: Version, inputs: tuple[Tensor, ...]
+        self,
+        microbatch: int,
+        version: Version,
+        inputs: tuple[Tensor, ...],
+        loss: Callable[[Any], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """The stage's outputs for `inputs`, kept for the backward.
+        """The stage's outputs for `inputs`, kept for the backward; the `loss` of them, if given.
 
         What came from another stage is cut off from that stage's graph (it has none here), and
         asked for a gradient, which is what goes back.
         """
         leaves = tuple(as_leaf(x) if self.index else x for x in inputs)
-        result = functional_call(self.module, version.parameters, leaves)
-        outputs = as_tensors(result, f"stage {self.index}")
-        self.in_flight[microbatch] = leaves, outputs
-        return outputs
 
-    def loss(self, microbatch: int, loss: Loss, target: Any) -> Tensor:
-        """The last stage's loss, which takes the place of its outputs."""
-        leaves, outputs = self.in_flight[microbatch]
-        value = loss(outputs[0] if len(outputs) == 1 else outputs, target)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
-        if not value.requires_grad:
-            raise ValueError("the loss does not depend on anything that can be trained")
-        self.in_flight[microbatch] = leaves, (value,)
-        return value
+        def compute(**state: Tensor) -> tuple[Tensor, ...]:
+            result = functional_call(self.module, version.parameters | state, leaves)
+            outputs = as_tensors(result, f"stage {self.index}")
+            return outputs if loss is None else (checked_loss(loss, outputs),)
 
-    def scale(self, microbatch: int, scale: float) -> Tensor:
-        """Where the last stage's backward starts: the loss's weight in the loss of its update."""
-        _, (loss,) = self.in_flight[microbatch]
-        return torch.full_like(loss, scale)
+        flight = self.in_flight[microbatch] = Flight(leaves)
+        if self.recompute:
+            flight.again = self._repeatable(compute)
+            with torch.no_grad():
+                return compute()
+        flight.outputs = compute()
+        return flight.outputs
 
-    def backward(self, microbatch: int, version: Version, gradients: Tensors) -> Tensors:
-        """Gradients of the stage's inputs, given those of its outputs; weights' are collected."""
-        leaves, outputs = self.in_flight.pop(microbatch)
-        pairs = [
-            (out, gradient)
-            for out, gradient in zip(outputs, gradients, strict=True)
-            if out.requires_grad and gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+    def infer(self, version: Version, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
+        with torch.no_grad():
+            result = functional_call(self.module, version.parameters, inputs)
+        return as_tensors(result, f"stage {self.index}")
+
+    def backward(self, microbatch: int, version: Version, gradients: Tensors | float) -> Tensors:
+        """Gradients of the stage's inputs, given those of its outputs; weights' are collected.
+
+        One number in place of the gradients: the weight of this loss in the loss of its update.
+        """
+        flight = self.in_flight.pop(microbatch)
+        outputs, starts = matched(flight, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, starts)
         self.weights.collect(version)
-        return tuple(leaf.grad for leaf in leaves)
+        return tuple(leaf.grad for leaf in flight.leaves)
+
+    def backward_input(
+        self, microbatch: int, version: Version, gradients: Tensors | float
+    ) -> Tensors:
+        """The first half of a split backward: gradients of the stage's inputs."""
+        flight = self.in_flight[microbatch]
+        starts = matched(flight, gradients)
+        flight.halves = SplitBackward(*starts, flight.leaves, list(version.parameters.values()))
+        flight.outputs = ()
+        return flight.halves.inputs
+
+    def backward_weight(self, microbatch: int, version: Version) -> None:
+        """The second half: gradients of the weights, which are collected."""
+        halves = self.in_flight.pop(microbatch).halves
+        assert halves is not None
+        halves.weight_half()
+        self.weights.collect(version)
+
+    def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
+        """`compute` once more later, with the same random numbers (a dropout must not change),
+        and on copies of the buffers (a running mean must not count a microbatch twice)."""
+        devices = sorted({p.device.index for p in self.module.parameters() if p.is_cuda})
+        host = torch.get_rng_state()
+        device_states = [torch.cuda.get_rng_state(device) for device in devices]
+
+        def again() -> tuple[Tensor, ...]:
+            with torch.random.fork_rng(devices=devices):
+                torch.set_rng_state(host)
+                for device, state in zip(devices, device_states, strict=True):
+                    torch.cuda.set_rng_state(state, device)
+                buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+                outputs: tuple[Tensor, ...] = compute(**buffers)
+                return outputs
+
+        return again
+
+
+def matched(
+    flight: Flight, gradients: Tensors | float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The outputs that a backward starts from, and their gradients. A recomputing stage makes the
+    outputs now."""
+    outputs = flight.again() if flight.again else flight.outputs
+    if not isinstance(gradients, tuple):
+        gradients = tuple(torch.full_like(loss, gradients) for loss in outputs)
+    pairs = [
+        (out, gradient)
+        for out, gradient in zip(outputs, gradients, strict=True)
+        if out.requires_grad and gradient is not None
+    ]
+    return tuple(out for out, _ in pairs), tuple(gradient for _, gradient in pairs)
+
+
+def checked_loss(loss: Callable[[Any], Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
+    """The last stage's loss, which takes the place of its outputs."""
+    value = loss(outputs[0] if len(outputs) == 1 else outputs)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError("the loss does not depend on anything that can be trained")
+    return value
 
 
 def as_leaf(x: Tensor) -> Tensor:

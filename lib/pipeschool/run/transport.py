@@ -38,6 +38,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+ON_THEIR_WAY = 2  # messages to a peer whose buffers are kept unasked
 AHEAD = 64  # packets asked for ahead of time, per link
 NOTHING = -1  # stands for the dtype of a missing gradient
 
@@ -77,15 +78,23 @@ class Transport:
         self.schedule = schedule
         self.device = device
         self.wire = device if backend == "nccl" else torch.device("cpu")
+        if self.wire != device:
+            self.staging = torch.cuda.Stream(device)
         self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": dist.new_group()}
-        self.sending: list[tuple[Any, Tensor]] = []  # work handles with the buffers they read
+        # Per peer, oldest first: work handles with the buffers they read.
+        self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
+        # Who holds a copy of a stage: groups are made by all workers together, in the same order.
+        self.copies: dict[int, Any] = {}
+        for stage in range(schedule.depth if schedule.copies > 1 else 0):
+            holders = [schedule.placement[s] for s in range(stage, schedule.stages, schedule.depth)]
+            self.copies[stage] = dist.new_group(holders)
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
-        payload = [t.detach().to(self.wire).contiguous() for t in tensors if t is not None]
+        payload = self._on_wire([t.detach().contiguous() for t in tensors if t is not None])
         size = sum(t.numel() * t.element_size() for t in payload)
         packet = torch.zeros(PACKET, dtype=torch.int64, device=self.wire)
         header = write_header(message_of(send), tensors)
@@ -100,15 +109,49 @@ class Transport:
             at += len(raw)
         return Packed(packet, [], size)
 
+    def _on_wire(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors` where the backend can read them. From a GPU to the host they go through pinned
+        memory, on a stream of their own, so that the device computes on meanwhile."""
+        if self.wire == self.device:
+            return tensors
+        stream = self.staging
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+        stream.synchronize()
+        return copies
+
     def send(self, action: Action, message: Packed, left: float) -> None:
         """Start sending what was done at `left`. The buffers are kept until they have gone."""
         message.packet[LEFT] = int(left * 1e9)
         peer = peer_of(action, self.schedule)
+        parts = []
         for part, tensor in enumerate([message.packet, *message.rest]):
             tag = self._tag(message_of(action), part)
-            work = guarded(self._group(action).send, [tensor], peer, tag)
-            self.sending.append((work, tensor))
-        self.sending = [(work, t) for work, t in self.sending if not work.is_completed()]
+            parts.append((guarded(self._group(action).send, [tensor], peer, tag), tensor))
+        self.sending[peer].append(parts)
+        self.let_go(ON_THEIR_WAY)
+
+    def let_go(self, keep: int = 0) -> None:
+        """Free the buffers of what was sent, but for the last `keep` messages to each peer.
+
+        gloo's sends never say that they are done before somebody waits for them. That cannot
+        block for long: whoever receives asks ahead of time, whatever its worker is doing. NCCL's
+        do say so, and there a wait would hold up this worker's device.
+        """
+        for messages in self.sending.values():
+            while len(messages) > keep and self._gone(messages[0]):
+                messages.popleft()
+
+    def _gone(self, parts: list[tuple[Any, Tensor]]) -> bool:
+        if self.wire.type == "cuda":
+            return all(work.is_completed() for work, _ in parts)
+        for work, _ in parts:
+            guarded(work.wait)
+        return True
 
     def receive(self, action: Action) -> Arrived:
         """Wait for the message of `action`; its tensors are on this worker's device."""
@@ -121,14 +164,23 @@ class Transport:
             raise message
         if message.action != action:
             raise ValueError(f"got {sender_of(message.action)} where {sender_of(action)} was due")
-        tensors = tuple(t if t is None else t.to(self.device) for t in message.tensors)
+        tensors = tuple(
+            t if t is None else t.to(self.device, non_blocking=True) for t in message.tensors
+        )
         return message._replace(tensors=tensors)
+
+    def add_over_copies(self, stage: int, gradients: dict[str, Tensor]) -> None:
+        """Add to `gradients` those of the other copies of `stage`, where the model has copies."""
+        group = self.copies.get(stage % self.schedule.depth)
+        for name in sorted(gradients) if group else ():
+            guarded(dist.all_reduce, gradients[name], dist.ReduceOp.SUM, group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        for work, _ in self.sending:
-            guarded(work.wait)
-        self.sending = []
+        for messages in self.sending.values():
+            for work, _ in itertools.chain.from_iterable(messages):
+                guarded(work.wait)
+        self.sending.clear()
 
     def _start_inboxes(self, row: Sequence[Action]) -> None:
         expected: defaultdict[int, list[Action]] = defaultdict(list)

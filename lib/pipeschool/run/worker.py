@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it at their first step; a forked worker has it at once
@@ -20,10 +22,12 @@ import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing
+from pipeschool.run.clock import Clock, Mark
 from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
+from pipeschool.run.live import Meter
 from pipeschool.run.parcel import pack, unpack
-from pipeschool.run.stage import Stage, Tensors, describe
+from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
 from pipeschool.run.transport import Packed, PeerLost, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
@@ -40,7 +44,7 @@ class Worker:
         self.job = job
         self.transport = transport
         self.report = Report()
-        self.last_stage = job.schedule.stages - 1
+        self.last_stage = job.schedule.depth - 1
         self.stages = {}
         policy = policy_named(job.schedule.weights)
         for index, module in job.modules.items():
@@ -48,69 +52,103 @@ class Worker:
             weights = StageWeights(module, job.update, decide)
             if index in job.restore:
                 weights.restore(job.restore[index])
-            self.stages[index] = Stage(index, module, weights)
+            place = index % job.schedule.depth  # in its copy of the model
+            self.stages[index] = Stage(place, module, weights, job.recompute[index])
         # What one action leaves for another on this worker: messages that came, under the name
         # of their receive; messages to go, under that of their send; and what needs no message,
         # because the neighbour stage is here too, under that of its compute.
         self.mail: dict[Action, Tensors] = {}
         self.outbox: dict[Action, Packed] = {}
+        self.meter = Meter(self.stages, self.mail) if job.memory else None
+        # Pace and meter need every time at once; otherwise a GPU need not be waited for.
+        self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
+        self.done: list[tuple[Action, Mark, Mark, Version, int]] = []
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
         """Do one action, and note when it started and ended."""
         size, version = 0, NO_VERSION
-        start = time.perf_counter()
+        start = self.clock.mark()
         match action.kind:
             case "F":
                 version = self.forward(action)
-            case "B":
+            case "B" | "I":
                 version = self.backward(action)
+            case "W":
+                version = self.stages[action.stage].weights.use(action)
+                self.stages[action.stage].backward_weight(action.microbatch, version)
             case "U":
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
-                self.transport.send(action, message, self.ready or start)
+                self.transport.send(action, message, self.ready or time.perf_counter())
                 size = message.bytes
             case "RECV_F" | "RECV_B":
                 arrived = self.transport.receive(action)
                 self.mail[action] = arrived.tensors
+                if self.meter:  # another thread took them in
+                    self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
+        end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
-            start, end = self.keep_pace(self.job.pace[action.kind][action.stage], start)
-        else:
-            end = time.perf_counter()
-        span = Span(self.rank, action, start, end, version.number, version.held, size)
-        (self.report.messages if action.is_message else self.report.spans).append(span)
+            seconds = self.job.pace[action.kind][action.stage]
+            start, end = self.keep_pace(seconds, self.clock.seconds(start))
+        if self.meter:
+            self.transport.let_go()
+            self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
+        self.done.append((action, start, end, version, size))
 
     def forward(self, action: Action) -> Version:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
         stage, k = self.stages[action.stage], action.microbatch
         version = stage.weights.use(action)
         inputs = tuple(x for x in self.take("RECV_F", action) if x is not None)
+        last = stage.index == self.last_stage
         try:
-            outputs: Tensors = stage.forward(k, version, inputs)
+            if not self.job.schedule.trains:
+                return self.infer(action, version, inputs)
+            outputs: Tensors = stage.forward(k, version, inputs, self.loss(k) if last else None)
         except Exception as error:
             error.add_note(f"the input was {describe(inputs)}")
             raise
-        if stage.index == self.last_stage:
-            assert self.job.targets is not None
-            loss = stage.loss(k, self.job.loss, self.job.targets[k])
+        if last:
+            (loss,) = outputs
+            assert loss is not None
             self.report.losses[k] = loss.item()
-            outputs = (loss,)
         else:
             self.hand_on(action, outputs)
         self.refuse_nan(action, outputs)
         return version
 
+    def infer(self, action: Action, version: Version, inputs: tuple[torch.Tensor, ...]) -> Version:
+        """A forward that no backward follows; the last stage keeps what it gives."""
+        stage, k = self.stages[action.stage], action.microbatch
+        outputs = stage.infer(version, inputs)
+        if stage.index != self.last_stage:
+            self.hand_on(action, outputs)
+        else:
+            self.report.outputs[k] = on_cpu(outputs)
+            if self.job.targets and self.job.targets[k] is not None:
+                with torch.no_grad():
+                    self.report.losses[k] = checked_loss(self.loss(k), outputs).item()
+        self.refuse_nan(action, outputs)
+        return version
+
+    def loss(self, microbatch: int) -> Callable[[Any], torch.Tensor]:
+        """The caller's loss, given the targets of `microbatch`."""
+        assert self.job.targets is not None
+        target = self.job.targets[microbatch]
+        return lambda outputs: self.job.loss(outputs, target)
+
     def backward(self, action: Action) -> Version:
-        """Gradients of the outputs in, gradients of the inputs to the mail."""
+        """Gradients of the outputs in, gradients of the inputs to the mail. Of a split backward
+        that is the first half."""
         stage, k = self.stages[action.stage], action.microbatch
         version = stage.weights.use(action)
-        if stage.index == self.last_stage:
-            gradients: Tensors = (stage.scale(k, self.job.scales[k]),)
-        else:
-            gradients = self.take("RECV_B", action)
-        gradients = stage.backward(k, version, gradients)
+        last = stage.index == self.last_stage
+        come = self.job.scales[k] if last else self.take("RECV_B", action)
+        whole_or_half = stage.backward if action.kind == "B" else stage.backward_input
+        gradients = whole_or_half(k, version, come)
         if stage.index > 0:
             self.hand_on(action, gradients)
         self.refuse_nan(action, gradients)
@@ -118,26 +156,30 @@ class Worker:
 
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
-        version = self.stages[action.stage].weights.update(action)
+        weights = self.stages[action.stage].weights
+        self.transport.add_over_copies(action.stage, weights.gradients)
+        version = weights.update(action)
         if self.job.history:
             self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
         return version
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
-        if action.stage == 0 and action.kind == "F":
+        if action.stage % self.job.schedule.depth == 0 and action.kind == "F":
             assert self.job.inputs is not None
             return self.job.inputs[action.microbatch]
         came = Action(receive, action.stage, action.microbatch)
-        return self.mail.pop(came if came in self.mail else action)
+        here = came._replace(kind=receive[-1])
+        return self.mail.pop(came if came in self.mail else here)
 
     def hand_on(self, action: Action, tensors: Tensors) -> None:
         """Leave `tensors` for the send, or for the neighbour stage where it is on this worker."""
         if message := outgoing(action, self.job.schedule):
             self.outbox[message[0]] = self.transport.pack(message[0], tensors)
+        elif action.kind == "F":
+            self.mail[F(action.stage + 1, action.microbatch)] = tensors
         else:
-            neighbour = action.stage + (1 if action.kind == "F" else -1)
-            self.mail[action._replace(stage=neighbour)] = tensors
+            self.mail[B(action.stage - 1, action.microbatch)] = tensors
 
     def keep_pace(self, seconds: float, start: float) -> tuple[float, float]:
         """A paced action lasts as long as declared: wait for what is left; returns its span.
@@ -167,10 +209,22 @@ class Worker:
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
         self.transport.finish()
+        for action, start, end, version, size in self.done:
+            span = Span(
+                self.rank,
+                action,
+                self.clock.seconds(start),
+                self.clock.seconds(end),
+                version.number,
+                version.held,
+                size,
+            )
+            (self.report.messages if action.is_message else self.report.spans).append(span)
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
             self.report.states[index] = stage.weights.state(stage.module)
-            self.report.parameter_bytes += stage.weights.bytes
+            self.report.parameter_bytes[index] = stage.weights.bytes
+        self.report.memory = self.meter.levels if self.meter else []
         self.report.generator = torch.get_rng_state()
         return self.report
 
@@ -181,11 +235,10 @@ def warm_up(device: torch.device) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).to(device)
     weights = StageWeights(module, Update(lambda p: torch.optim.SGD(p, lr=0.1)), Stash())
     stage = Stage(1, module, weights)
+    x = torch.ones(2, 2, device=device)
     for k in range(2):
-        (outputs,) = stage.forward(k, weights.use(F(1, k)), (torch.ones(2, 2, device=device),))
-        loss = torch.nn.functional.mse_loss(outputs, torch.zeros_like(outputs))
-        stage.in_flight[k] = stage.in_flight[k][0], (loss,)
-        stage.backward(k, weights.use(B(1, k)), (torch.ones_like(loss),))
+        stage.forward(k, weights.use(F(1, k)), (x,), lambda y: torch.nn.functional.mse_loss(y, x))
+        stage.backward(k, weights.use(B(1, k)), 1.0)
         weights.update(U(1, k))
 
 
@@ -221,9 +274,11 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         transport = Transport(rank, job.schedule, device, job.backend)
         worker = Worker(rank, job, transport)
         dist.barrier()
-        for position, action in enumerate(job.schedule.workers[rank]):
-            board[rank] = position
-            worker.do(action)
+        worker.clock.start()
+        with worker.meter.live if worker.meter else nullcontext():
+            for position, action in enumerate(job.schedule.workers[rank]):
+                board[rank] = position
+                worker.do(action)
         board[rank] = len(job.schedule.workers[rank])
         answer: Report | Failure = worker.finish()
     except BaseException as error:

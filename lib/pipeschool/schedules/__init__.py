@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable
 
 from pipeschool.actions import Schedule, whole_number
+from pipeschool.schedules.chimera import chimera
 from pipeschool.schedules.dualpipe_v import dualpipe_v
 from pipeschool.schedules.eager_1f1b import eager_1f1b
+from pipeschool.schedules.forward_only import forward_only
 from pipeschool.schedules.gpipe import gpipe
 from pipeschool.schedules.interleaved_1f1b import interleaved_1f1b
 from pipeschool.schedules.looped_bfs import looped_bfs
@@ -32,6 +34,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb_h2": zb_h2,
     "zb_v": zb_v,
     "dualpipe_v": dualpipe_v,
+    "chimera": chimera,
+    "forward_only": forward_only,
 }
 ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b"}
 
@@ -62,6 +66,8 @@ __all__ = [
     "ALIASES",
     "SCHEDULES",
     "build",
+    "chimera",
+    "forward_only",
     "dualpipe_v",
     "eager_1f1b",
     "gpipe",

@@ -1,0 +1,148 @@
+"""Measure what the stages of a model cost, in seconds and in bytes, before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from pipeschool.actions import Action, B, F, I, Schedule, U, W
+from pipeschool.cost import Cost
+from pipeschool.run.live import LiveBytes, size_of
+from pipeschool.run.microbatch import cut
+from pipeschool.run.stage import Loss, Stage, Tensors
+from pipeschool.run.weights import MakeOptimizer, StageWeights, Update
+from pipeschool.versions import Flush
+
+Do = Callable[[Action, Callable[[], Any]], Any]  # does the work of an action, and measures it
+
+
+def measure(
+    stages: Sequence[nn.Module],
+    batch: tuple[Any, Any],
+    m: int,
+    loss: Loss,
+    optimizer: MakeOptimizer | None,
+    recompute: bool | Sequence[bool],
+    rounds: int,
+) -> Cost:
+    """See `pipeschool.run.profile`. `recompute` is for the `Cost`, which knows what follows."""
+    inputs, targets, scales = cut([batch], Schedule("", 1, m, ()))
+    line = [_stage(index, module, optimizer) for index, module in enumerate(stages)]
+
+    def microbatch(turn: int, split: bool, do: Do) -> None:
+        k = turn % len(inputs)
+        values, target = inputs[k], targets[k]
+        _there_and_back(line, k, values, lambda y: loss(y, target), scales[k], split, do)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    clock, scale = _Clock(), _Scale(len(line))
+    try:
+        microbatch(0, False, lambda action, work: work())  # the first time is slower
+        with scale.live:
+            microbatch(1, False, scale.do)
+        for turn in range(2 * rounds):
+            microbatch(turn, turn % 2 == 1, clock.do)
+        for stage in line:
+            update = U(stage.index, 0)
+            clock.do(update, partial(stage.weights.update, update))
+    finally:
+        torch.set_num_threads(threads)
+    weights = [stage.weights for stage in line]
+    states = [list(w.optimizer.state.values()) if w.optimizer else [] for w in weights]
+    return Cost(
+        forward=clock.medians("F"),
+        backward=clock.medians("B"),
+        input_backward=clock.medians("I"),
+        weight_backward=clock.medians("W"),
+        update=clock.medians("U"),
+        recompute=recompute,
+        message_bytes=scale.messages,
+        parameter_bytes=[w.bytes for w in weights],
+        gradient_bytes=[size_of(w.last_gradients.values()) for w in weights],
+        optimizer_bytes=[size_of(tree_leaves(state)) for state in states],
+        activation_bytes=scale.activations,
+        working_bytes=scale.working,
+    )
+
+
+class _Clock:
+    """Seconds of every action, by kind and stage."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+
+    def do(self, action: Action, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.seconds[action.kind][action.stage].append(time.perf_counter() - start)
+        return result
+
+    def medians(self, kind: str) -> list[float]:
+        return [median(times) for _, times in sorted(self.seconds[kind].items())]
+
+
+class _Scale:
+    """Bytes: what a forward leaves behind, what a backward needs on top, what is handed on."""
+
+    def __init__(self, stages: int):
+        self.live = LiveBytes()
+        self.activations = [0.0] * stages
+        self.working = [0.0] * stages
+        self.messages = [0.0] * stages
+
+    def do(self, action: Action, work: Callable[[], Any]) -> Any:
+        kind, stage, _ = action
+        before = self.live.peak = self.live.now
+        result = work()
+        if kind == "F":
+            self.activations[stage] = self.live.now - before
+            last = stage == len(self.messages) - 1
+            self.messages[stage] = 0.0 if last else size_of(result)
+        elif kind == "B":  # the gradient that came in is there already
+            self.working[stage] = self.live.peak - before + self.messages[stage]
+        return result
+
+
+def _stage(index: int, module: nn.Module, optimizer: MakeOptimizer | None) -> Stage:
+    own = copy.deepcopy(module)
+    return Stage(index, own, StageWeights(own, Update(optimizer), Flush()))
+
+
+def _there_and_back(
+    line: Sequence[Stage],
+    k: int,
+    values: Tensors,
+    loss: Callable[[Any], torch.Tensor],
+    scale: float,
+    split: bool,
+    do: Do,
+) -> None:
+    """Take microbatch `k` forward through all stages, and back."""
+    for stage in line:
+        s, end = stage.index, loss if stage is line[-1] else None
+        version = stage.weights.use(F(s, k))
+        given = tuple(x for x in values if x is not None)
+        values = do(F(s, k), partial(stage.forward, k, version, given, end))
+    gradients: Tensors | float = scale
+    for stage in reversed(line):
+        s = stage.index
+        if not split:
+            version = stage.weights.use(B(s, k))
+            gradients = do(B(s, k), partial(stage.backward, k, version, gradients))
+            continue
+        version = stage.weights.use(I(s, k))
+        gradients = do(I(s, k), partial(stage.backward_input, k, version, gradients))
+        version = stage.weights.use(W(s, k))
+        do(W(s, k), partial(stage.backward_weight, k, version))

@@ -1,0 +1,184 @@
+"""A backward in two halves: the gradients of the inputs now, those of the weights later.
+
+Asking autograd twice, first for the inputs and then for the weights, would be no split: the second
+call walks the way to the inputs again. Here the first half notes, at every place where the graph
+branches off to weights, the gradient that came by; the second half starts from these places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+Pair = tuple[GradientEdge, Tensor | None]  # where to start, and the gradient there
+
+
+class Branch(NamedTuple):
+    """Where the graph branches off to weights: the gradients that came by, and where to."""
+
+    starts: list[GradientEdge]
+    gradients: Gradients
+    edges: list[GradientEdge]
+
+
+class SplitBackward:
+    """The weight half of a backward whose input half is done; `inputs` are that one's results.
+
+    outputs, gradients: where the backward starts. inputs: what came in; None stands for what can
+    have no gradient. weights: the leaves whose gradients `weight_half` adds to their ``.grad``.
+
+    Two kinds of weights have theirs computed in the first half. Where nothing that came in can
+    have a gradient, as on the first stage, the weight used first takes the part of the input. And
+    a weight that is used in several places has no branch of its own.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+    ):
+        starts = [get_gradient_edge(out) for out in outputs]
+        roots = [start.node for start in starts]
+        leaves = [x for x in inputs if x.requires_grad]
+        trainable = [w for w in weights if w.requires_grad]
+        early = [] if leaves else first_used(roots, trainable)
+        early += shared(roots, leaves + early, without(trainable, early))
+        self.weights = without(trainable, early)
+        goals = leaves + early
+        on_way = leading_to(roots, goals)
+        self.branches: list[Branch] = []
+        handles = [
+            node.register_prehook(self._note(node, edges))
+            for node, edges in branches(roots, on_way, self.weights).items()
+        ]
+        pairs: list[Pair] = list(zip(starts, gradients, strict=True))
+        down = [pair for pair in pairs if pair[0].node in on_way]
+        # An output from which no way leads to a goal is for the weights alone.
+        self.aside = [pair for pair in pairs if pair[0].node not in on_way]
+        try:
+            found = gradients_of(goals, down, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        # They wait with the others: until the weight half, nobody counts this microbatch.
+        self.early = list(zip(early, found[len(leaves) :], strict=True))
+        given = iter(found)
+        self.inputs: Gradients = tuple(next(given) if x.requires_grad else None for x in inputs)
+
+    def _note(self, node: Node, edges: list[GradientEdge]) -> Callable[[Gradients], None]:
+        """A hook that notes the gradients which reach `node`."""
+
+        def hook(gradients: Gradients) -> None:
+            starts = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
+            self.branches.append(Branch(starts, tuple(filter(is_there, gradients)), edges))
+
+        return hook
+
+    def weight_half(self) -> None:
+        """Add the weights' gradients to their ``.grad``; the graph is free after that."""
+        pairs = self.aside
+        for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
+            found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
+            pairs += [pair for pair in zip(edges, found, strict=True) if is_there(pair[1])]
+        late = zip(self.weights, gradients_of(self.weights, pairs), strict=True)
+        for weight, gradient in [*self.early, *late]:
+            add_gradient(weight, gradient)
+        self.early, self.branches, self.aside = [], [], []
+
+
+def gradients_of(
+    goals: Sequence[Tensor] | Sequence[GradientEdge],
+    pairs: Sequence[Pair],
+    retain_graph: bool = False,
+) -> Gradients:
+    """`torch.autograd.grad` of `goals`, from (start, its gradient) pairs; both may be none."""
+    if not goals or not pairs:
+        return (None,) * len(goals)
+    starts, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        starts, goals, gradients, retain_graph=retain_graph, allow_unused=True
+    )
+
+
+def is_there(gradient: Tensor | None) -> bool:
+    """Not None: an undefined gradient is zero."""
+    return gradient is not None
+
+
+def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add to ``leaf.grad``, as a whole backward does."""
+    if gradient is not None:
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def without(tensors: Sequence[Tensor], left_out: Sequence[Tensor]) -> list[Tensor]:
+    """`tensors` but for those `left_out`; compared by identity, since == compares numbers."""
+    gone = set(map(id, left_out))
+    return [tensor for tensor in tensors if id(tensor) not in gone]
+
+
+def edges_of(node: Node) -> Iterator[GradientEdge]:
+    """Where the gradients go that `node` computes."""
+    return (GradientEdge(child, nr) for child, nr in node.next_functions if child is not None)
+
+
+def walk(roots: Iterable[Node]) -> Iterator[Node]:
+    """Every node of the graph below `roots`, each after all nodes that it leads to."""
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(edge.node, False) for edge in edges_of(node)]
+
+
+def leading_to(roots: Iterable[Node], goals: Iterable[Tensor]) -> set[Node]:
+    """The nodes below `roots` from which a way leads to one of the leaves `goals`."""
+    leading = {get_gradient_edge(goal).node for goal in goals}
+    for node in walk(roots):
+        if any(edge.node in leading for edge in edges_of(node)):
+            leading.add(node)
+    return leading
+
+
+def branches(
+    roots: Sequence[Node], on_way: set[Node], weights: Sequence[Tensor]
+) -> dict[Node, list[GradientEdge]]:
+    """The nodes `on_way` that also lead off it, to `weights`, each with its edges that do."""
+    towards = leading_to(roots, weights) - on_way
+    found = {node: [e for e in edges_of(node) if e.node in towards] for node in on_way}
+    return {node: edges for node, edges in found.items() if edges}
+
+
+def shared(
+    roots: Sequence[Node], goals: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """The `weights` behind a node that several branches lead to."""
+    off = branches(roots, leading_to(roots, goals), weights)
+    users = Counter(node for edges in off.values() for node in {edge.node for edge in edges})
+    behind = set(walk(node for node, count in users.items() if count > 1))
+    return [w for w in weights if get_gradient_edge(w).node in behind]
+
+
+def first_used(roots: Sequence[Node], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The weight that the forward used before all others, in a list; none where it used none."""
+    owner = {get_gradient_edge(w).node: w for w in weights}
+    users = [
+        (node._sequence_nr(), owner[edge.node])
+        for node in walk(roots)
+        for edge in edges_of(node)
+        if edge.node in owner
+    ]
+    return [min(users, key=lambda user: user[0])[1]] if users else []
