@@ -55,7 +55,7 @@ def test_several_batches_with_flushes_cannot_be_written() -> None:
     assert to_csv(ps.pipedream(p=2, m=2, batches=2)) == to_csv(ps.pipedream(p=2, m=4))
 
 
-@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+@pytest.mark.parametrize("name", [name for name in ps.SCHEDULES if name != "chimera"])
 @settings(max_examples=10, deadline=None)
 @given(**SIZES, lowered=st.booleans())
 def test_pytorch_reads_every_cell_as_we_wrote_it(name: str, p: int, m: int, lowered: bool) -> None:
@@ -68,7 +68,8 @@ def test_pytorch_reads_every_cell_as_we_wrote_it(name: str, p: int, m: int, lowe
         assert [str(_Action.from_str(cell)) for cell in row] == row
 
 
-@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+# PyTorch trains, and one model: it knows neither forwards alone nor a second copy.
+@pytest.mark.parametrize("name", [n for n in ps.SCHEDULES if n not in ("chimera", "forward_only")])
 def test_pytorch_accepts_the_schedule_and_adds_the_same_messages(name: str) -> None:
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _validate_schedule
 
