@@ -264,16 +264,22 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
             torch.set_rng_state(job.generator)
         for module in job.modules.values():
             module.to(device)
-        transport = Transport(rank, job.schedule, device, job.backend)
-        worker = Worker(rank, job, transport)
-        dist.barrier()
-        worker.clock.start()
-        with worker.meter.live if worker.meter else nullcontext():
-            for position, action in enumerate(job.schedule.workers[rank]):
-                board[rank] = position
-                worker.do(action)
-        board[rank] = len(job.schedule.workers[rank])
-        answer: Report | Failure = worker.finish()
+        answer: Report | Failure
+        if job.engine != "pipeschool":
+            from pipeschool.run import torch_engine  # it imports this module
+
+            answer = torch_engine.work(rank, job, device, board)
+        else:
+            transport = Transport(rank, job.schedule, device, job.backend)
+            worker = Worker(rank, job, transport)
+            dist.barrier()
+            worker.clock.start()
+            with worker.meter.live if worker.meter else nullcontext():
+                for position, action in enumerate(job.schedule.workers[rank]):
+                    board[rank] = position
+                    worker.do(action)
+            board[rank] = len(job.schedule.workers[rank])
+            answer = worker.finish()
     except BaseException as error:
         answer = failure(action, error)
     sys.stdout.flush()
