@@ -114,7 +114,7 @@ def problem(
         transfer=list(map(_exact, cost.transfer(plan))),
         latency=_exact(cost.latency),
         caps=None if memory_cap is None else _caps(memory_cap, plan),
-        handed=handovers(plan),
+        handed={key: found[0] for key, found in handovers(plan).items() if found[0]},
     )
 
 
