@@ -62,7 +62,7 @@ class Worker:
         self.meter = Meter(self.stages, self.mail) if job.memory else None
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
-        self.done: list[tuple[Action, Mark, Mark, Version, int]] = []
+        self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -96,7 +96,7 @@ class Worker:
         if self.meter:
             self.transport.let_go()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
-        self.done.append((action, start, end, version, size))
+        self.done.append((action, start, end, version.number, version.held, size))
 
     def forward(self, action: Action) -> Version:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
@@ -209,16 +209,9 @@ class Worker:
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
         self.transport.finish()
-        for action, start, end, version, size in self.done:
-            span = Span(
-                self.rank,
-                action,
-                self.clock.seconds(start),
-                self.clock.seconds(end),
-                version.number,
-                version.held,
-                size,
-            )
+        for action, start, end, *rest in self.done:
+            times = self.clock.seconds(start), self.clock.seconds(end)
+            span = Span(self.rank, action, *times, *rest)
             (self.report.messages if action.is_message else self.report.spans).append(span)
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
