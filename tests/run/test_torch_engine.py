@@ -76,7 +76,7 @@ def test_gradients_and_losses_are_those_of_one_process_and_of_our_engine(name, p
 
 def test_no_synchronous_family_is_left_out():
     every = {name: ps.build(name, 2, 4) for name in ps.SCHEDULES}
-    assert FAMILIES == [n for n, s in every.items() if s.synchronous and s.copies == 1]
+    assert FAMILIES == [n for n, s in every.items() if s.synchronous and not s.replicas]
 
 
 @pytest.mark.parametrize("schedule", [ps.gpipe(4, 2), ps.naive(1, 3), SPLIT, BACKWARDS])
@@ -198,7 +198,7 @@ def refused(message, schedule=None, data=None, error=ValueError, **options):
     with pytest.raises(error, match=message) as caught:
         ps.run(
             schedule,
-            linear_stages(schedule.depth),
+            linear_stages(schedule.stages),
             data or [batch(4)],
             engine="torch",
             **options,

@@ -31,7 +31,7 @@ from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
 from pipeschool.run.transport import Packed, PeerLost, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
-from pipeschool.versions import Stash, policy_named
+from pipeschool.versions import Ledger, Stash, ledger
 
 NO_VERSION = Version(0, 1, {})
 
@@ -44,16 +44,13 @@ class Worker:
         self.job = job
         self.transport = transport
         self.report = Report()
-        self.last_stage = job.schedule.depth - 1
+        self.last_stage = job.schedule.stages - 1
         self.stages = {}
-        policy = policy_named(job.schedule.weights)
         for index, module in job.modules.items():
-            decide = policy(index, job.schedule.stages, job.schedule.updates_every)
-            weights = StageWeights(module, job.update, decide)
+            weights = StageWeights(module, job.update, ledger(job.schedule, index, rank))
             if index in job.restore:
                 weights.restore(job.restore[index])
-            place = index % job.schedule.depth  # in its copy of the model
-            self.stages[index] = Stage(place, module, weights, job.recompute[index])
+            self.stages[index] = Stage(index, module, weights, job.recompute[index])
         # What one action leaves for another on this worker: messages that came, under the name
         # of their receive; messages to go, under that of their send; and what needs no message,
         # because the neighbour stage is here too, under that of its compute.
@@ -62,7 +59,7 @@ class Worker:
         self.meter = Meter(self.stages, self.mail) if job.memory else None
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
-        self.done: list[tuple[Action, Mark, Mark, Version, int]] = []
+        self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -96,7 +93,7 @@ class Worker:
         if self.meter:
             self.transport.let_go()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
-        self.done.append((action, start, end, version, size))
+        self.done.append((action, start, end, version.number, version.held, size))
 
     def forward(self, action: Action) -> Version:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
@@ -157,7 +154,7 @@ class Worker:
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
-        self.transport.add_over_copies(action.stage, weights.gradients)
+        self.transport.sum_over_replicas(action.stage, weights.gradients)
         version = weights.update(action)
         if self.job.history:
             self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
@@ -165,7 +162,7 @@ class Worker:
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
-        if action.stage % self.job.schedule.depth == 0 and action.kind == "F":
+        if action.stage == 0 and action.kind == "F":
             assert self.job.inputs is not None
             return self.job.inputs[action.microbatch]
         came = Action(receive, action.stage, action.microbatch)
@@ -209,16 +206,9 @@ class Worker:
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
         self.transport.finish()
-        for action, start, end, version, size in self.done:
-            span = Span(
-                self.rank,
-                action,
-                self.clock.seconds(start),
-                self.clock.seconds(end),
-                version.number,
-                version.held,
-                size,
-            )
+        for action, start, end, *rest in self.done:
+            times = self.clock.seconds(start), self.clock.seconds(end)
+            span = Span(self.rank, action, *times, *rest)
             (self.report.messages if action.is_message else self.report.spans).append(span)
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
@@ -233,7 +223,8 @@ def warm_up(device: torch.device) -> None:
     """One tiny microbatch there and back, so that the first action does not pay for torch's start
     and for the first touch of memory that a forked process shares."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).to(device)
-    weights = StageWeights(module, Update(lambda p: torch.optim.SGD(p, lr=0.1)), Stash())
+    update = Update(lambda p: torch.optim.SGD(p, lr=0.1))
+    weights = StageWeights(module, update, Ledger(Stash()))
     stage = Stage(1, module, weights)
     x = torch.ones(2, 2, device=device)
     for k in range(2):
