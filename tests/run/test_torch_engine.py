@@ -215,7 +215,7 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
     monkeypatch.setattr(importlib.import_module("pipeschool.run.launch"), "Pool", never)
     refused("only synchronous schedules, and pipedream has weights='stash'", ps.pipedream(2, 2))
     refused("only synchronous schedules, and forward_only has .*'frozen'", ps.forward_only(2, 2))
-    refused("one copy of a model, not the 2 here", ps.chimera(2, 2))
+    refused("one worker per stage: here several take turns", ps.chimera(2, 2))
     refused("sends and receives itself", ps.lower(ps.gpipe(p=2, m=2)))
     refused("has no nan_check: leave it out", nan_check=True)
     refused("has no recompute", recompute=[False, True])
