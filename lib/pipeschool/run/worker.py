@@ -1,19 +1,10 @@
-"""A worker: the loop over its row of actions, and the process around it."""
+"""A worker: the loop over its row of actions."""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import socket
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, MutableSequence
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +14,10 @@ import torch.distributed as dist
 from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing
 from pipeschool.run.clock import Clock, Mark
-from pipeschool.run.errors import Frame
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
-from pipeschool.run.parcel import pack, unpack
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
-from pipeschool.run.transport import Packed, PeerLost, Transport
+from pipeschool.run.transport import Packed, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
 from pipeschool.versions import Ledger, Stash, ledger
@@ -233,95 +222,30 @@ def warm_up(device: torch.device) -> None:
         weights.update(U(1, k))
 
 
-def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection) -> None:
-    """A worker process: get the job, find the others, do the row, report, wait to be ended.
+def work(
+    rank: int, job: Job, device: torch.device, board: MutableSequence[int]
+) -> Report | Failure:
+    """Do the row of worker `rank`, once the process group is there.
 
-    `board[rank]` always says which action of the row is under way, so that the controller can
-    tell even when this process is gone.
+    `board[rank]` always says which action of the row is under way.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
-    for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
-        redirect(output, descriptor)
-    action: Action | None = None
-    try:
-        torch.set_num_threads(1)
-        gc.freeze()
-        job: Job = unpack(control.recv_bytes())
-        threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
-        device = torch.device(job.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL looks there
-        if name := loopback():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        dist.init_process_group(
-            job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
-        )
-        warm_up(device)
-        torch.manual_seed(job.seed + rank)
-        if job.generator is not None:
-            torch.set_rng_state(job.generator)
-        for module in job.modules.values():
-            module.to(device)
-        answer: Report | Failure
-        if job.engine != "pipeschool":
-            from pipeschool.run import torch_engine  # it imports this module
+    warm_up(device)
+    torch.manual_seed(job.seed + rank)
+    if job.generator is not None:
+        torch.set_rng_state(job.generator)
+    for module in job.modules.values():
+        module.to(device)
+    if job.engine != "pipeschool":
+        from pipeschool.run import torch_engine
 
-            answer = torch_engine.work(rank, job, device, board)
-        else:
-            transport = Transport(rank, job.schedule, device, job.backend)
-            worker = Worker(rank, job, transport)
-            dist.barrier()
-            worker.clock.start()
-            with worker.meter.live if worker.meter else nullcontext():
-                for position, action in enumerate(job.schedule.workers[rank]):
-                    board[rank] = position
-                    worker.do(action)
-            board[rank] = len(job.schedule.workers[rank])
-            answer = worker.finish()
-    except BaseException as error:
-        answer = failure(action, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    control.send_bytes(pack(answer))
-    threading.Event().wait()  # the peers may still be reading; the controller ends all at once
-
-
-def loopback() -> str | None:
-    """The interface through which a machine talks to itself. gloo would look for the host's name,
-    which a laptop without a network may not be able to find."""
-    if os.name != "posix":
-        return None
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def redirect(target: Connection, descriptor: int) -> None:
-    """Let `descriptor` (1 stdout, 2 stderr) write to `target`, for C code as for Python."""
-    os.dup2(target.fileno(), descriptor)
-    stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    if descriptor == 1:
-        sys.stdout = stream
-    else:
-        sys.stderr = stream
-
-
-def end_with_controller(control: Connection) -> None:
-    """No orphans: when the controller is gone, so is its end of the pipe, and so is this worker."""
-    try:
-        control.poll(None)
-    finally:
-        os._exit(1)
-
-
-def failure(action: Action | None, error: BaseException) -> Failure:
-    """`error` as plain data: what it says, and the lines of the learner's code it came through."""
-    library = str(Path(__file__).parents[1])
-    torch_home = str(Path(torch.__file__).parent)
-    frames = tuple(
-        Frame(frame.filename, frame.lineno or 0, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((library, torch_home, "<frozen"))
-    )
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = f"{type(error).__name__}: {error}{notes}"
-    return Failure(action, text, frames, secondary=isinstance(error, PeerLost))
+        return torch_engine.work(rank, job, device, board)
+    worker = Worker(rank, job, Transport(rank, job.schedule, device, job.backend))
+    row = job.schedule.workers[rank]
+    dist.barrier()
+    worker.clock.start()
+    with worker.meter.live if worker.meter else nullcontext():
+        for position, action in enumerate(row):
+            board[rank] = position
+            worker.do(action)
+    board[rank] = len(row)
+    return worker.finish()
