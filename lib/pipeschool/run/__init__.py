@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,8 @@ def run(
     update_stages: bool = False,
     recompute: bool | Sequence[bool] = False,
     memory: bool = False,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
 ) -> Result:
     """Train `stages` on `batches` as `schedule` says, one process per worker.
 
@@ -73,6 +77,9 @@ def run(
     recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same
         random numbers, for its backward; True, False, or one of them per stage. A paced backward
         then lasts as long as a forward and a backward.
+    latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
+        really held back until a link like that would have brought it, as in `Cost`. The trace is
+        ``measured, paced`` then.
     memory: count the bytes of all tensors alive, see `Trace.memory`; every operation takes some
         microseconds longer.
 
@@ -86,7 +93,8 @@ def run(
             f"not {type(schedule).__name__}"
         )
     schedule = with_weights(schedule, weights)
-    start_fork_server()  # it imports torch while we do
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # there torchrun starts the workers
+        start_fork_server()  # it imports torch while we do
     options = options_of(
         loss=loss,
         optimizer=optimizer,
@@ -102,6 +110,8 @@ def run(
         update_stages=update_stages,
         recompute=recompute,
         memory=memory,
+        latency=latency,
+        bandwidth=bandwidth,
     )
     from pipeschool.run.launch import launch
 
@@ -151,6 +161,8 @@ def options_of(
     update_stages: bool = False,
     recompute: bool | Sequence[bool] = False,
     memory: bool = False,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
 ) -> Options:
     """The keyword arguments that `run` and `train` share, checked."""
     if engine not in ENGINES:
@@ -158,6 +170,8 @@ def options_of(
     number("timeout", timeout, positive=True)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
+    number("latency", latency)
+    number("bandwidth", bandwidth, positive=True, infinite=True)
     whole_number("seed", seed, at_least=0)
     import torch
 
@@ -177,6 +191,8 @@ def options_of(
         update_stages=update_stages,
         recompute=recompute,
         memory=memory,
+        latency=latency,
+        bandwidth=bandwidth,
     )
 
 

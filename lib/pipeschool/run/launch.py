@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +20,8 @@ from pipeschool.check import check
 from pipeschool.cost import Cost, recompute_table
 from pipeschool.lower import lower
 from pipeschool.memory import StageBytes
-from pipeschool.run.job import Job, Report
+from pipeschool.run import torchrun
+from pipeschool.run.job import Job, Link, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
@@ -86,6 +89,8 @@ class Options:
     update_stages: bool
     recompute: bool | Sequence[bool] = False
     memory: bool = False
+    latency: float = 0.0
+    bandwidth: float = math.inf
     engine: str = "pipeschool"
 
 
@@ -116,45 +121,59 @@ def launch(
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
-    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
-        jobs = [
-            Job(
-                schedule=schedule,
-                modules={s: stages[s] for s in schedule.stages_of(worker)},
-                inputs=inputs if worker in schedule.owners[0] else None,
-                targets=targets if worker in schedule.owners[-1] else None,
-                scales=scales,
-                loss=options.loss,
-                update=options.update,
-                recompute=recompute,
-                memory=options.memory,
-                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
-                generator=state.generators[worker] if state else None,
-                history=options.history,
-                pace=paces,
-                backend=backend,
-                device=devices[worker],
-                rendezvous=(Path(folder) / "rendezvous").as_uri(),
-                nan_check=options.nan_check,
-                seed=options.seed,
-                engine=options.engine,
-            )
-            for worker in range(schedule.p)
-        ]
-        packed = [pack(job) for job in jobs]
-        pool = Pool(schedule.p)
-        try:
-            for control, job in zip(pool.controls, packed, strict=True):
-                control.send_bytes(job)
-            reports = Watch(pool, schedule, options.timeout + longest).results()
-        finally:
-            pool.end()
-    result = put_together(schedule, reports, backend, devices, paces is not None, called)
+
+    def job(worker: int, rendezvous: str = "") -> Job:
+        mine = schedule.stages_of(worker)
+        return Job(
+            schedule=schedule,
+            modules={s: stages[s] for s in mine},
+            inputs=inputs if worker in schedule.owners[0] else None,
+            targets=targets if worker in schedule.owners[-1] else None,
+            scales=scales,
+            loss=options.loss,
+            update=options.update,
+            recompute=recompute,
+            memory=options.memory,
+            link=link_of(options),
+            restore={s: state.stages[s] for s in mine} if state else {},
+            generator=state.generators[worker] if state else None,
+            history=options.history,
+            pace=paces,
+            backend=backend,
+            device=devices[worker],
+            rendezvous=rendezvous,
+            nan_check=options.nan_check,
+            seed=options.seed,
+            engine=options.engine,
+        )
+
+    if torchrun.active():
+        reports = torchrun.take_part(job, schedule, options.timeout + longest)
+    else:
+        reports = on_this_machine(job, schedule, options.timeout + longest)
+    paced = paces is not None or link_of(options) is not None
+    result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:
         result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
     if options.update_stages:
         load(stages, result.state)
     return result
+
+
+def on_this_machine(
+    job: Callable[[int, str], Job], schedule: Schedule, timeout: float
+) -> list[Report]:
+    """Start the workers as processes of this machine, and watch over them."""
+    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        packed = [pack(job(worker, rendezvous)) for worker in range(schedule.p)]
+        pool = Pool(schedule.p)
+        try:
+            for control, parcel in zip(pool.controls, packed, strict=True):
+                control.send_bytes(parcel)
+            return Watch(pool, schedule, timeout).results()
+        finally:
+            pool.end()
 
 
 def load(stages: Sequence[nn.Module], state: State) -> None:
@@ -264,8 +283,16 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
         raise ValueError("device='cuda' needs a GPU that torch can use; there is none: use 'cpu'")
     if not gpus:
         return "gloo", ["cpu"] * p
+    if torchrun.active() and gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        return "nccl", [f"cuda:{os.environ['LOCAL_RANK']}"] * p  # each machine counts its own
     backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
+
+
+def link_of(options: Options) -> Link | None:
+    """The declared link; None where messages take what they take."""
+    declared = options.latency > 0 or options.bandwidth < math.inf
+    return Link(options.latency, options.bandwidth) if declared else None
 
 
 def pace_table(

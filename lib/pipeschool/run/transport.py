@@ -68,7 +68,7 @@ class Arrived(NamedTuple):
 
     action: Action
     tensors: Tensors
-    left: float  # time.perf_counter, which all processes of a machine share
+    left: float  # on the clock of worker 0
 
 
 class Transport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, MutableSequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,8 @@ import torch._dynamo  # optimizers import it at their first step; a forked worke
 import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
-from pipeschool.lower import outgoing
-from pipeschool.run.clock import Clock, Mark
+from pipeschool.lower import outgoing, peer_of
+from pipeschool.run.clock import Clock, Mark, now
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
@@ -49,6 +50,7 @@ class Worker:
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
         self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
+        self.link_free: defaultdict[int, float] = defaultdict(float)  # peer -> end of last message
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -67,7 +69,8 @@ class Worker:
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
-                self.transport.send(action, message, self.ready or time.perf_counter())
+                done = self.ready if self.job.pace else now()
+                self.transport.send(action, message, self.arrival(action, message, done))
                 size = message.bytes
             case "RECV_F" | "RECV_B":
                 arrived = self.transport.receive(action)
@@ -75,6 +78,8 @@ class Worker:
                 if self.meter:  # another thread took them in
                     self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
+                if self.job.link:
+                    sleep_until(arrived.left)
         end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
             seconds = self.job.pace[action.kind][action.stage]
@@ -177,12 +182,22 @@ class Worker:
         clock starts in time.
         """
         begin = self.ready or start
-        done = time.perf_counter()
+        done = now()
         until = begin + seconds
-        while (left := until - time.perf_counter()) > 0:
-            time.sleep(left)
+        sleep_until(until)
         self.ready = max(until, done)
         return begin, self.ready
+
+    def arrival(self, send: Action, message: Packed, done: float) -> float:
+        """When what is `done` now counts as there: at once, or when the declared link would have
+        brought it. A message waits until its link has brought those before it."""
+        if self.job.link is None:
+            return done
+        latency, bandwidth = self.job.link
+        peer = peer_of(send, self.job.schedule)
+        left = max(done, self.link_free[peer]) + message.bytes / bandwidth
+        self.link_free[peer] = left
+        return left + latency
 
     def refuse_nan(self, action: Action, tensors: Tensors) -> None:
         """Where the caller asked for it: stop at the first number that is none."""
@@ -206,6 +221,12 @@ class Worker:
         self.report.memory = self.meter.levels if self.meter else []
         self.report.generator = torch.get_rng_state()
         return self.report
+
+
+def sleep_until(moment: float) -> None:
+    """Do nothing until `now` says `moment`."""
+    while (left := moment - now()) > 0:
+        time.sleep(left)
 
 
 def warm_up(device: torch.device) -> None:
