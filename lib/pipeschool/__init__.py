@@ -12,7 +12,9 @@ from typing import Any
 from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.check import check
 from pipeschool.cost import Cost
+from pipeschool.greedy import greedy
 from pipeschool.lower import lower
+from pipeschool.optimal import par
 from pipeschool.run import RunError, RunStopped, profile, run, train
 from pipeschool.schedules import (
     SCHEDULES,
@@ -61,11 +63,13 @@ __all__ = [
     "dualpipe_v",
     "eager_1f1b",
     "gpipe",
+    "greedy",
     "interleaved_1f1b",
     "looped_bfs",
     "lower",
     "naive",
     "one_f_one_b",
+    "par",
     "pipedream",
     "pipedream_2bw",
     "profile",

@@ -1,0 +1,136 @@
+"""A scheduling problem: which actions, on which workers, how long they take, what fits in memory.
+
+`greedy` and `optimal` start from this. What they find is a `Schedule` like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from pipeschool.actions import Action, B, F, I, Schedule, W, whole_number
+from pipeschool.cost import Cost, number, per_item
+from pipeschool.lower import Handover, Link, handovers
+from pipeschool.schedules.pieces import looped_stages, v_stages
+
+PLACEMENTS = ("loop", "V")
+
+
+class Message(NamedTuple):
+    """A message occupies its link for `transfer` seconds, and takes `latency` seconds more."""
+
+    link: Link
+    transfer: Fraction
+    latency: Fraction
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One batch of `plan.m` microbatches; `plan` lists all actions in an order that means nothing.
+
+    seconds: of each kind of action on every stage. transfer: of a message at the boundary behind
+    each stage, while it occupies its link. latency: of each message in addition. All exact: sums
+    of decimal times such as 0.1 are equal where they should be.
+    caps: the most forwards of one chunk each that a worker may hold, or None.
+    """
+
+    plan: Schedule
+    split: bool
+    seconds: dict[str, list[Fraction]]
+    transfer: list[Fraction]
+    latency: Fraction
+    caps: list[int] | None
+    handed: dict[tuple[str, int], Handover]
+
+    def worker(self, action: Action) -> int:
+        """The worker that does `action`."""
+        return self.plan.placement[action.stage]
+
+    def duration(self, action: Action) -> Fraction:
+        """Seconds that `action` takes."""
+        return self.seconds[action.kind][action.stage]
+
+    def followers(self, action: Action) -> list[Action]:
+        """What can be done once the results of `action` have arrived, given its own stage's past.
+
+        A microbatch goes forward through all stages and back; a weight half hangs on its I.
+        """
+        kind, stage, microbatch = action
+        backward = I if self.split else B
+        if kind == "F" and stage < self.plan.stages - 1:
+            return [F(stage + 1, microbatch)]
+        if kind == "F":
+            return [backward(stage, microbatch)]
+        before = [backward(stage - 1, microbatch)] if kind in ("B", "I") and stage else []
+        return before + ([W(stage, microbatch)] if kind == "I" else [])
+
+    def message(self, action: Action, following: Action) -> Message | None:
+        """What travels from `action` to `following`; None where they are on one worker."""
+        handed = self.handed.get((action.kind, action.stage))
+        if handed is None or action.stage == following.stage:  # a weight half uses what is there
+            return None
+        boundary = min(action.stage, following.stage)
+        return Message(handed.link, self.transfer[boundary], self.latency)
+
+
+def problem(
+    p: int,
+    m: int,
+    *,
+    placement: str = "loop",
+    v: int | None = None,
+    split: bool = False,
+    memory_cap: float | Sequence[float] | None = None,
+    cost: Cost | None = None,
+) -> Problem:
+    """The problem with these sizes; ValueError, in one sentence, where they make none.
+
+    placement: ``loop`` puts stage s on worker s % p, with v chunks per worker (1 unless given);
+        ``V`` goes down the workers and back up, which makes v = 2.
+    split: backwards in two halves, I and W.
+    memory_cap: the most activations that a worker may hold, in units of A; one number, or one per
+        worker. At least 1: a microbatch has to fit.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}")
+    chunks = whole_number("v", v) if v is not None else 2 if placement == "V" else 1
+    if placement == "V" and chunks != 2:
+        raise ValueError(f"v must be 2 for placement V, not {chunks}")
+    kinds = (F, I, W) if split else (F, B)
+
+    def everything(worker: int, p: int, m: int) -> list[Action]:
+        looped = placement == "loop"
+        stages = looped_stages(worker, p, chunks) if looped else v_stages(worker, p)
+        return [kind(stage, k) for kind in kinds for stage in stages for k in range(m)]
+
+    plan = Schedule.from_workers(everything, p, m, name="plan")
+    cost = cost or Cost()
+    return Problem(
+        plan=plan,
+        split=split,
+        seconds={kind: list(map(_exact, row)) for kind, row in cost.seconds(plan).items()},
+        transfer=list(map(_exact, cost.transfer(plan))),
+        latency=_exact(cost.latency),
+        caps=None if memory_cap is None else _caps(memory_cap, plan),
+        handed=handovers(plan),
+    )
+
+
+def _exact(seconds: float) -> Fraction:
+    """The decimal number that a float was written as: 0.1 is a tenth."""
+    return Fraction(str(seconds))
+
+
+def _caps(memory_cap: float | Sequence[float], plan: Schedule) -> list[int]:
+    """`memory_cap` per worker, in whole chunks; no worker can hold more than the batch has."""
+    several = isinstance(memory_cap, Sequence) and not isinstance(memory_cap, str)
+    given = memory_cap if several else [memory_cap]
+    numbers = [number("memory_cap", cap, infinite=True) for cap in given]  # type: ignore[union-attr]
+    if min(numbers, default=1.0) < 1:
+        raise ValueError(
+            f"memory_cap must be at least 1, not {min(numbers):g}: a microbatch has to fit"
+        )
+    per_worker = per_item("memory_cap", numbers if several else numbers[0], plan.p, "worker")
+    return [int(min(cap, plan.m) * plan.v) for cap in per_worker]
