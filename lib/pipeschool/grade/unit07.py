@@ -73,9 +73,9 @@ def judge_interleaved(answer: Answer, p: int, m: int, v: int, what: str) -> None
                 cases[worker],
             )
         if what != "everything":
-            kinds = ("F",) if what == "forwards" else ("B", "I")
-            right = _of_kinds(interleaved_order(worker, p, m, v), kinds)
-            got = _of_kinds(row, kinds)
+            kind = "F" if what == "forwards" else "B"
+            right = [a for a in interleaved_order(worker, p, m, v) if a.kind == kind]
+            got = [a for a in row if a.kind == kind]
             require(got == right, f"{what} {show(right)}", f"{what} {show(got)}", cases[worker])
     if what == "everything":
         schedule = _legal(rows, p, m, cases)
@@ -97,11 +97,6 @@ def judge_interleaved(answer: Answer, p: int, m: int, v: int, what: str) -> None
                 f"{took:g} seconds; worker 0 does {show(rows[0], 90)}",
                 f"{name}(worker, p={p}, m={m}, v={v}) for worker = 0 to {p - 1}",
             )
-
-
-def _of_kinds(row: Sequence[Action], kinds: Sequence[str]) -> list[tuple[int, int]]:
-    """(stage, microbatch) of the actions of these kinds."""
-    return [(action.stage, action.microbatch) for action in row if action.kind in kinds]
 
 
 def _legal(rows: list[list[Action]], p: int, m: int, cases: list[str]) -> Schedule:
@@ -251,9 +246,22 @@ def _as_tensor(values: list[Any]) -> Any:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def _ask(answer: Answer, *given: Any) -> Any:
+    """The learner's answer for tensors, which a message names in one line."""
+    values = [f"{name}={show(x.tolist())}" for name, x in zip(answer.names, given, strict=True)]
+    case = f"{answer.function.__name__}({', '.join(values)}), as tensors"
+    try:
+        return answer(*given)
+    except Wrong as wrong:
+        wrong.case = case
+        raise
+    finally:
+        answer.latest = case
+
+
 def judge_input_half(answer: Answer, gradient: list[Any], weight: list[Any]) -> None:
     given = _as_tensor(gradient), _as_tensor(weight)
-    _require_equal("dX", tensor(input_half(*given)), answer(*given))
+    _require_equal("dX", tensor(input_half(*given)), _ask(answer, *given))
 
 
 def judge_weight_half(
@@ -261,7 +269,7 @@ def judge_weight_half(
 ) -> None:
     """`which` of (dW, db) are looked at."""
     given = _as_tensor(gradient), _as_tensor(inputs)
-    right, got = two_tensors(weight_half(*given)), answer(*given)
+    right, got = two_tensors(weight_half(*given)), _ask(answer, *given)
     for index in which:
         _require_equal(("dW", "db")[index], right[index], got[index])
 
@@ -369,7 +377,7 @@ def judge_zb_h1(answer: Answer, p: int, m: int) -> None:
         )
         require(
             peak_in_flight(row) <= min(m, p),
-            f"at most {min(m, p)} microbatches in flight, forward done and weight half not",
+            f"at most {min(m, p)} in flight, forward done and weight half not",
             f"{peak_in_flight(row)} in {show(row)}",
             case,
         )
@@ -394,8 +402,9 @@ ZB_H1_ORDER = Exercise(
             share=4,
             cases=SHAPES,
             draw=draw_shape,
-            hint="write down the row of 1F1B with I in place of B. Behind the I of microbatch k "
-            "comes the W of microbatch k - worker, if there is one; what is left comes at the end",
+            hint="the order of F and I is that of F and B in 1F1B. Then place the weight halves: "
+            "how many microbatches behind its I does each worker's W come, and which are left when "
+            "the last I is done?",
         ),
         Part(
             title="for m < p",

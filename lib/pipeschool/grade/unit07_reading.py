@@ -19,6 +19,7 @@ from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part, same
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, mistyped, require, show
+from pipeschool.grade.unit01 import listed
 from pipeschool.grade.unit02 import simulated
 from pipeschool.greedy import Moment, greedy
 from pipeschool.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1, zb_h2, zb_v
@@ -232,7 +233,7 @@ def judge_priority(answer: Answer, p: int, m: int, slack: int) -> None:
     require(
         took <= par + slack,
         f"at most {par + slack} seconds{plus}",
-        f"{took:g} seconds; worker 0 does {show(schedule.workers[0], 90)}",
+        f"{took:g} seconds; worker 0 does {show(listed(schedule, 0), 90)}",
         f"ps.greedy(p={p}, m={m}, split=True, memory_cap={p}, priority={answer.function.__name__})",
     )
 
