@@ -213,6 +213,7 @@ def test_help_lists_the_commands(capfd: Capture) -> None:
         "show",
         "simulate",
         "run",
+        "bench",
         "check",
     ]
 
@@ -255,6 +256,14 @@ def test_run_of_a_synchronous_schedule_equals_one_process(capfd: Capture, name: 
     assert measured["makespan"] >= predicted["makespan"] * 0.999
     assert {key: found[key] for key in measured} == measured
     assert found["start_seconds"] > 0
+
+
+def test_run_on_pytorchs_engine_equals_one_process_too(capfd: Capture) -> None:
+    found = json_of(capfd, "run 1f1b -p 2 -m 3 --batches 2 --engine torch --json")
+    assert found["gradient_max_error"] < 1e-14
+    assert (found["engine"], found["paced"]) == ("torch", False)
+    assert "weights='stash'" in refused(capfd, "run pipedream -p 2 -m 3 --engine torch")
+    assert "engine must be one of pipeschool, torch" in refused(capfd, "run gpipe --engine other")
 
 
 def test_run_of_an_asynchronous_schedule_has_versions(capfd: Capture) -> None:

@@ -28,7 +28,7 @@ COSTS = [  # F, I, W of every stage; transfer and latency of every message
     (2, 1, 1, 0, 0),
     (1, 3, 2, 0, 0),
     (2, 2, 1, 1, 0),
-    (1, 1, 1, 2, 1),
+    (1, 1, 1, 3, 1),
 ]
 
 

@@ -134,9 +134,12 @@ class Schedule:
     an asynchronous schedule, such as ``stash``; ``frozen`` is for forwards alone. An update takes
     the gradients of `updates_every` microbatches.
 
+    overlapped: pairs of a forward and a backward, next to each other in a row, that a device may do
+        at the same time, as DualPipe has them; here the two are done in turn.
     copies: how many copies of the model are trained together. The stages of the second follow
-    those of the first: with a model of 4 stages, stage 5 is another copy of stage 1. Microbatches
-    take turns: microbatch k goes through copy k % copies. An update sums the gradients of all.
+        those of the first: with a model of 4 stages, stage 5 is another copy of stage 1.
+        Microbatches take turns: microbatch k goes through copy k % copies. An update sums the
+        gradients of all.
     """
 
     name: str
@@ -147,6 +150,7 @@ class Schedule:
     weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
     copies: int = 1
+    overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.updates_every:
@@ -216,15 +220,20 @@ class Schedule:
                 f"only a synchronous schedule of one batch can be repeated; {self.name} has "
                 f"weights={self.weights!r} and batches={self.batches}: build it with batches="
             )
-        rows = tuple(
-            tuple(
-                Action(a.kind, a.stage, a.microbatch + n * (1 if a.kind == "U" else self.m))
-                for n in range(batches)
-                for a in row
-            )
-            for row in self.workers
+
+        def later(a: Action, n: int) -> Action:
+            return Action(a.kind, a.stage, a.microbatch + n * (1 if a.kind == "U" else self.m))
+
+        return replace(
+            self,
+            workers=tuple(
+                tuple(later(a, n) for n in range(batches) for a in row) for row in self.workers
+            ),
+            batches=batches,
+            overlapped=frozenset(
+                (later(a, n), later(b, n)) for n in range(batches) for a, b in self.overlapped
+            ),
         )
-        return replace(self, workers=rows, batches=batches)
 
     @classmethod
     def from_workers(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import itemgetter
 
 from pipeschool.actions import (
@@ -27,6 +28,7 @@ from pipeschool.versions import ledgers
 
 MATCHING = ("in_order", "tag")
 
+NO_CROSSING = (None, None)
 _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
 
 KindAndStage = tuple[str, int]
@@ -78,6 +80,8 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
     """
     rows = schedule.workers
     gives, takes = _crossings(schedule)
+    crossings = {key: (takes.get(key), gives.get(key)) for key in (*takes, *gives)}
+    meet = schedule.copies > 1
     in_order = schedule.lowered and matching == "in_order"
     queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
     given: set[Tensor] = set()
@@ -89,7 +93,7 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
         row = rows[worker]
         for index in range(position[worker], len(row)):
             kind, stage, microbatch = action = row[index]
-            if kind == "U" and schedule.copies > 1:
+            if meet and kind == "U":
                 tensor, other = _sums(schedule, action)
                 given.add(tensor)
                 if tensor in waiting:
@@ -98,7 +102,8 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                     waiting[other] = worker
                     position[worker] = index
                     break
-            if take := takes.get((kind, stage)):
+            take, give = crossings.get((kind, stage), NO_CROSSING)
+            if take:
                 letter, source = take
                 tensor = (letter, stage, microbatch)
                 if tensor not in given:
@@ -107,7 +112,7 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                     break
                 if in_order and (came := queues[source, worker].popleft()) != tensor:
                     raise _wrong_tensor(schedule, worker, action, tensor, came)
-            if give := gives.get((kind, stage)):
+            if give:
                 letter, neighbour, target = give
                 tensor = (letter, neighbour, microbatch)
                 given.add(tensor)
@@ -355,6 +360,8 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
     stages = schedule.stages_of(worker)
     updates = dict.fromkeys(stages, 0)
     gradients = dict.fromkeys(stages, 0)
+    # What is beyond this number must wait for the next update.
+    bound = dict.fromkeys(stages, every if schedule.synchronous else inf)
     for action in row:
         kind, stage, number = action
         if kind == "U":
@@ -374,9 +381,10 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
                 )
             updates[stage] += 1
             gradients[stage] = 0
+            bound[stage] += every
         elif kind not in COMPUTE_KINDS:
             continue  # messages may run ahead of an update
-        elif schedule.synchronous and number >= every * (updates[stage] + 1):
+        elif number >= bound[stage]:
             raise IllegalSchedule(
                 f"worker {worker} does {action.describe()} before "
                 f"{Action('U', stage, number // every - 1)}: a synchronous schedule ends each "

@@ -1,8 +1,8 @@
 """The command line: the same words as the Python API.
 
 Exit status 0 when all went well; 1 for an illegal schedule or a failed run; 2 for wrong input.
-Whatever goes wrong is one sentence on stderr. Only `run` and ``--png`` import torch or matplotlib,
-so that everything else answers at once.
+Whatever goes wrong is one sentence on stderr. Only `run`, `bench` and ``--png`` import torch or
+matplotlib, so that everything else answers at once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,15 @@ def _run(args: argparse.Namespace) -> None:
     ]
 
     pace = args.pace and tuple(seconds / schedule.v for seconds in args.pace)
-    result = ps.run(schedule, stages, batches, optimizer=sgd, pace=pace, device=args.device)
+    result = ps.run(
+        schedule,
+        stages,
+        batches,
+        optimizer=sgd,
+        pace=pace,
+        device=args.device,
+        engine=args.engine,
+    )
     measured = result.trace
     cost = ps.Cost(*pace) if pace else _measured_cost(schedule, measured)
     predicted = ps.simulate(schedule, cost)
@@ -144,19 +152,33 @@ def _run(args: argparse.Namespace) -> None:
             "measured": {name: getattr(measured, name) for name in short},
             "backend": result.backend,
             "device": result.device,
+            "engine": args.engine,
             "paced": result.paced,
             "gradient_max_error": error,
             "start_seconds": result.start_seconds,
         }
         print(json.dumps(_as_json(measured) | more))
         return
-    print(f"{title(measured)}, {result.backend} on {result.device}")
+    engine = ", PyTorch's engine" if args.engine == "torch" else ""
+    print(f"{title(measured)}, {result.backend} on {result.device}{engine}")
     _print_table([predicted, measured])
     source = "from the declared times" if args.pace else "from the measured mean times per stage"
     print(f"times in seconds, predicted {source}")
     print(f"{result.start_seconds:.2f} s from the call to the first action")
     if error is not None:
         print(f"largest difference from the gradients of one process: {error:.3g}")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from pipeschool import bench_report
+    from pipeschool.bench import bench
+
+    benchmark = bench(args.p, args.m, args.rounds)
+    if args.out:
+        Path(args.out).write_text(bench_report.page(benchmark), encoding="utf-8")
+    if args.png:
+        bench_report.chart(benchmark).savefig(args.png, format="png")
+    print(json.dumps(benchmark.as_json()) if args.json else bench_report.text(benchmark))
 
 
 def _lab(args: argparse.Namespace) -> None:
@@ -373,6 +395,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     run.add_argument(
+        "--engine", default="pipeschool", help="pipeschool, or torch for PyTorch's own"
+    )
+    run.add_argument(
         "--layers", type=_positive, help="layers of the model (default: p * v, at least 8)"
     )
     run.add_argument("--hidden", type=_positive, default=32, help="width of a layer (default: 32)")
@@ -380,6 +405,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--png", metavar="FILE", help="draw prediction and measurement")
     run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     run.add_argument("--json", action="store_true", help="one JSON object")
+
+    bench = command("bench", _bench, "compare with PyTorch's own engine; takes minutes")
+    bench.add_argument("-p", type=_positive, default=4, help="workers (default: 4)")
+    bench.add_argument("-m", type=_positive, default=16, help="microbatches (default: 16)")
+    bench.add_argument("--rounds", type=_positive, default=5, help="for a median (default: 5)")
+    bench.add_argument("--json", action="store_true", help="one JSON object, all rounds")
+    bench.add_argument("--png", metavar="FILE", help="also draw it into this file")
+    bench.add_argument("--out", metavar="FILE", help="also write a report in Markdown")
 
     check = command("check", _check, "tell whether a schedule CSV is legal")
     check.add_argument("file", metavar="FILE.csv")

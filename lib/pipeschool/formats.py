@@ -2,7 +2,8 @@
 
 `to_csv` writes what ``torch.distributed.pipelining`` loads with ``_load_csv``: ``compute_only``
 for a schedule as the builders make it, ``compute_comms`` for one that went through `lower`.
-Such a file describes one batch. It has no updates; the flush at the end is understood.
+Such a file describes one batch. It has no updates; the flush at the end is understood. A cell may
+join two actions that a device does at the same time: ``(0F7;7B3)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 
 from pipeschool.actions import Action, Schedule, whole_number, with_updates
 
 # Cells that PyTorch adds where parameters are sharded over data-parallel ranks.
 SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+JOINED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
     """`schedule` as PyTorch's CSV text, updates left out; ends in a newline.
 
+    A pair out of `schedule.overlapped` shares a cell where nothing stands between the two.
     Raises ValueError for what the file could not say: a flush between batches, a second copy of
     the model.
     """
@@ -36,7 +41,7 @@ def to_csv(schedule: Schedule) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in schedule.workers:
-        writer.writerow(action for action in row if action.kind != "U")
+        writer.writerow(_cells([a for a in row if a.kind != "U"], schedule.overlapped))
     return text.getvalue()
 
 
@@ -46,7 +51,8 @@ def from_csv(
     """The schedule in PyTorch's CSV `text`, with the flush and its updates at the end of each row.
 
     p, m: workers and microbatches; where they are not given, the number of rows and of
-        microbatches in the file. Cells may be empty (idle), and sharding cells are left out.
+        microbatches in the file. Cells may be empty (idle), and sharding cells are left out. A cell
+        that joins two actions gives both, in this order, and the pair to `Schedule.overlapped`.
     Raises ValueError, naming row and column counted from 1, where the text is no schedule. Whether
     the schedule is legal is for `check` to say.
     """
@@ -64,41 +70,48 @@ def from_csv(
         raise ValueError(f"the schedule file has {len(rows)} rows, one per worker, but p is {p}")
     _check_numbering(rows)
     if m is None:
-        m = 1 + max(action.microbatch for row in rows for action in row if action)
+        m = 1 + max(action.microbatch for row in rows for cell in row for action in cell)
     whole_number("m", m)
-    workers = tuple(
-        tuple(with_updates([action for action in row if action], every=m)) for row in rows
-    )
-    return Schedule(name, len(rows), m, workers)
+    workers = tuple(tuple(with_updates(list(chain(*row)), every=m)) for row in rows)
+    pairs = frozenset((cell[0], cell[1]) for row in rows for cell in row if len(cell) == 2)
+    return Schedule(name, len(rows), m, workers, overlapped=pairs)
 
 
-def _cell(cell: str, row: int, column: int) -> Action | None:
-    """The action in a cell; None where there is none to do."""
+def _cells(row: Sequence[Action], overlapped: Container[object]) -> Iterator[str]:
+    """The text of each cell of a row."""
+    place = 0
+    while place < len(row):
+        pair = tuple(row[place : place + 2])
+        joined = pair in overlapped
+        yield f"({pair[0]};{pair[1]})OVERLAP_F_B" if joined else str(row[place])
+        place += 2 if joined else 1
+
+
+def _cell(cell: str, row: int, column: int) -> tuple[Action, ...]:
+    """The actions in a cell: none, one, or two that are joined."""
     cell = cell.strip()
     if not cell or SHARDING.fullmatch(cell):
-        return None
+        return ()
     where = f"row {row} (worker {row - 1}), column {column}"
-    if "OVERLAP" in cell:
-        raise ValueError(
-            f"{where}: {cell} overlaps a forward with a backward, which cannot be read here: give "
-            "them a cell each"
-        )
+    joined = JOINED.fullmatch(cell)
     try:
-        action = Action.parse(cell)
+        actions = tuple(map(Action.parse, joined[1].split(";") if joined else [cell]))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if action.kind == "U":
+    if any(action.kind == "U" for action in actions):
         raise ValueError(f"{where}: {cell} is an update, which a schedule file does not list")
-    return action
+    if joined and sorted(action.kind for action in actions) not in (["B", "F"], ["F", "I"]):
+        raise ValueError(f"{where}: {cell} must join one forward and one backward")
+    return actions
 
 
-def _check_numbering(rows: list[list[Action | None]]) -> None:
+def _check_numbering(rows: list[list[tuple[Action, ...]]]) -> None:
     """No stage and no microbatch has a number beyond how many there are."""
     cells = [
         (action, row, column)
-        for row, actions in enumerate(rows, start=1)
-        for column, action in enumerate(actions, start=1)
-        if action
+        for row, line in enumerate(rows, start=1)
+        for column, actions in enumerate(line, start=1)
+        for action in actions
     ]
     for what in ("stage", "microbatch"):
         count = len({getattr(action, what) for action, _, _ in cells})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipeschool.actions import Schedule
 from pipeschool.check import checked_order
 from pipeschool.cost import Cost, number
-from pipeschool.lower import handovers
+from pipeschool.lower import Handover, Link, handovers
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Policy, ledgers, with_weights
 
@@ -31,35 +33,35 @@ def simulate(
     cost = cost or Cost()
     schedule = with_weights(schedule, weights)
     order = checked_order(schedule)
-    seconds, transfer = cost.seconds(schedule), cost.transfer(schedule)
-    sizes = cost.message_sizes(schedule)
-    handed = handovers(schedule)
+    steps = _steps(schedule, cost)
     stage_ledgers = ledgers(schedule)
     free = [0.0] * schedule.p  # per worker
-    link_free = dict.fromkeys((handover.link for handover in handed.values()), 0.0)
+    link_free: defaultdict[Link, float] = defaultdict(float)
     # (F or B, stage, microbatch) -> when its input is there; (U, stage, number) -> when both copies
     # of a stage have their gradients.
     arrival = {("F", 0, k): number("release", time) for k, time in enumerate(release)}
+    latency, meet = cost.latency, schedule.copies > 1
     spans: list[Span] = []
     for worker, action in order:
         kind, stage, microbatch = action
-        if kind not in seconds:
+        step = steps.get((kind, stage))
+        if step is None:
             continue  # a message of a lowered schedule
-        needs = ("B" if kind == "I" else kind, stage, microbatch)
-        if kind == "U" and schedule.copies > 1:  # whoever comes first waits for the other
+        seconds, needs, handover, transfer, size = step
+        start = free[worker]
+        if meet and kind == "U":  # whoever comes first waits for the other
             other = (stage + schedule.depth) % schedule.stages
-            if needs not in arrival:
-                arrival["U", other, microbatch] = free[worker]
-                arrival[needs] = free[schedule.placement[other]]
-        start = max(free[worker], arrival.pop(needs, 0.0))
-        end = free[worker] = start + seconds[kind][stage]
-        size = 0.0
-        if handover := handed.get((kind, stage)):
+            if (needs, stage, microbatch) not in arrival:
+                arrival[needs, other, microbatch] = start
+                arrival[needs, stage, microbatch] = free[schedule.placement[other]]
+        arrived = arrival.pop((needs, stage, microbatch), start)
+        if arrived > start:
+            start = arrived
+        end = free[worker] = start + seconds
+        if handover:
             letter, neighbour, link = handover
-            boundary = min(stage, neighbour)
-            size = sizes[boundary]
-            link_free[link] = left = max(end, link_free[link]) + transfer[boundary]
-            arrival[letter, neighbour, microbatch] = left + cost.latency
+            left = link_free[link] = max(end, link_free[link]) + transfer
+            arrival[letter, neighbour, microbatch] = left + latency
         version, alive = stage_ledgers[stage].note(action)
         spans.append(Span(worker, action, start, end, version, alive, size))
     return Trace(
@@ -70,3 +72,32 @@ def simulate(
         tuple(spans),
         stage_bytes=cost.stage_bytes(schedule),
     )
+
+
+class Step(NamedTuple):
+    """What all actions of one kind on one stage have in common."""
+
+    seconds: float
+    needs: str  # letter of what it waits for
+    handover: Handover | None
+    transfer: float  # seconds for which its message occupies the link
+    size: float  # bytes of that message
+
+
+def _steps(schedule: Schedule, cost: Cost) -> dict[tuple[str, int], Step]:
+    """The step of each (kind, stage), so that the simulator looks up one thing per action."""
+    transfer, sizes = cost.transfer(schedule), cost.message_sizes(schedule)
+    handed = handovers(schedule)
+    steps = {}
+    for kind, times in cost.seconds(schedule).items():
+        for stage, seconds in enumerate(times):
+            handover = handed.get((kind, stage))
+            boundary = min(stage, handover.stage) if handover else stage
+            steps[kind, stage] = Step(
+                seconds,
+                "B" if kind == "I" else kind,
+                handover,
+                transfer[boundary] if handover else 0.0,
+                sizes[boundary] if handover else 0.0,
+            )
+    return steps

@@ -151,8 +151,9 @@ def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Sche
 def ledgers(schedule: Schedule) -> list[Ledger]:
     """A fresh ledger for every stage of `schedule`, with the policy that it names."""
     policy = policy_named(schedule.weights)
+    kind = OneVersion if policy in (Flush, Frozen) else Ledger
     stages = schedule.stages
-    return [Ledger(policy(s, stages, schedule.updates_every)) for s in range(stages)]
+    return [kind(policy(s, stages, schedule.updates_every)) for s in range(stages)]
 
 
 @dataclass
@@ -230,3 +231,13 @@ class Ledger:
             f"{', '.join(map(str, held))}",
             action=action,
         )
+
+
+class OneVersion(Ledger):
+    """The ledger of a stage that flushes before each update, or has none: there is no choice."""
+
+    def note(self, action: Action) -> tuple[int, int]:
+        """The newest version; `Ledger` would find the same."""
+        if action.kind == "U":
+            self.newest += 1
+        return self.newest, 1

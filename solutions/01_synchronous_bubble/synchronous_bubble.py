@@ -821,4 +821,4 @@ grade.tally(verdicts, grade.unit01.CLAIMS)
 # 3. No. A synchronous pipeline computes the same gradient, up to rounding, and updates at the same points. Layers that look at a whole batch, such as BatchNorm, are the exception: they see microbatches.
 # </details>
 #
-# Next comes unit 02: what if nobody waits for the batch to end?
+# Next: [asynchronous execution](../02_asynchronous_execution/asynchronous_execution.ipynb). What if nobody waits for the batch to end?

@@ -839,4 +839,4 @@ grade.tally(verdicts, grade.unit02.CLAIMS)
 # 3. Two on stage 1, none on stage 3: it is $p - 1 - s$.
 # </details>
 #
-# Next comes unit 03: whose gradient is this, and may I use it?
+# Next: [weight versions](../03_weight_versions/weight_versions.ipynb). Whose gradient is this, and may I use it?

@@ -1368,4 +1368,4 @@ grade.tally(verdicts, grade.unit03.CLAIMS)
 # 3. Versions (two) and staleness (one update) stay. The smallest $m$ grows from 7 to 15, or from 8 to 16 by the paper's rule, so the smallest batch about doubles.
 # </details>
 #
-# Next comes unit 04: how do I keep the counter clear without losing time?
+# Next: [one forward, one backward](../04_one_forward_one_backward/one_forward_one_backward.ipynb). How do I keep the counter clear without losing time?

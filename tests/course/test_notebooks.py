@@ -84,7 +84,7 @@ class TestShape:
             assert 1 <= points <= 5
             assert f"grade.check({exercise}, points={points})" in check.source
             assert "Example: " in stub.source and '"""' in stub.source
-            assert re.search(rf"def {exercise}\(.*\) -> ", stub.source)
+            assert re.search(rf"def {exercise}\(.*?\) -> ", stub.source, re.DOTALL)
 
     def test_points_are_told_to_the_learner(self, path):
         for cell in text(read(path), "markdown"):

@@ -278,7 +278,7 @@ LEGAL = ps.gpipe(p=2, m=2)
         ({"engine": "horse"}, "engine must be 'pipeschool', not 'horse'"),
         (
             {"weights": "fresh"},
-            "there is no weight policy 'fresh'; choose one of flush, latest, stash,",
+            "there is no weight policy 'fresh'; choose one of flush, frozen, latest, stash,",
         ),
         ({"weights": "stash"}, "gpipe is synchronous and needs weights='flush', not 'stash'"),
         (

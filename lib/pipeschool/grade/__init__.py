@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeschool.grade import unit01, unit02, unit03, unit07
+from pipeschool.grade import unit01, unit02, unit03, unit04, unit07
 from pipeschool.grade.core import CheckFailed, check, register, seed
 from pipeschool.grade.installation import self_check
 from pipeschool.grade.learner import reveal, tally, yours
@@ -10,6 +10,7 @@ from pipeschool.grade.learner import reveal, tally, yours
 register(unit01.EXERCISES)
 register(unit02.EXERCISES)
 register(unit03.EXERCISES)
+register(unit04.EXERCISES)
 register(unit07.EXERCISES)
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "unit01",
     "unit02",
     "unit03",
+    "unit04",
     "unit07",
     "yours",
 ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeschool.run.weights import MakeOptimizer, MakeScheduler
 
 TIMEOUT = 3.0  # seconds
+ENGINES = ("pipeschool", "torch")
 
 
 def run(
@@ -61,6 +62,8 @@ def run(
     pace: (forward, backward) seconds, each one number or one per stage. Each action still does
         its work, then waits until this time is over: see more workers than there are cores.
     device: ``auto``, ``cpu`` or ``cuda``. NCCL with a GPU per worker, otherwise gloo.
+    engine: ``pipeschool``, or ``torch``: the same schedule on PyTorch's own engine,
+        ``torch.distributed.pipelining``, for synchronous schedules and equal microbatches.
     timeout: seconds without any progress after which a run counts as stuck. A worker that is
         busy computing gets 15 times as long.
     nan_check: stop at the first NaN that a stage gives.
@@ -77,8 +80,6 @@ def run(
     fails; `RunStopped` (a KeyboardInterrupt) when it is interrupted. No worker outlives the call.
     """
     called = time.perf_counter()
-    if engine != "pipeschool":
-        raise ValueError(f"engine must be 'pipeschool', not {engine!r}: there is no other yet")
     if not isinstance(schedule, Schedule):
         raise ValueError(
             f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
@@ -93,6 +94,7 @@ def run(
         clip_norm=clip_norm,
         pace=pace,
         device=device,
+        engine=engine,
         timeout=timeout,
         nan_check=nan_check,
         seed=seed,
@@ -141,6 +143,7 @@ def options_of(
     clip_norm: float | None = None,
     pace: Pace | None = None,
     device: str = "auto",
+    engine: str = "pipeschool",
     timeout: float = TIMEOUT,
     nan_check: bool = False,
     seed: int = 0,
@@ -150,6 +153,8 @@ def options_of(
     memory: bool = False,
 ) -> Options:
     """The keyword arguments that `run` and `train` share, checked."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     number("timeout", timeout, positive=True)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
@@ -164,6 +169,7 @@ def options_of(
         update=Update(optimizer, scheduler, clip_norm),
         pace=pace,
         device=device,
+        engine=engine,
         timeout=timeout,
         nan_check=nan_check,
         seed=seed,

@@ -38,6 +38,7 @@ class Job:
     rendezvous: str  # file through which the workers find each other
     nan_check: bool
     seed: int
+    engine: str = "pipeschool"  # or one of `torch_engine`
 
 
 @dataclass

@@ -23,6 +23,7 @@ from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.torch_limits import refuse
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
@@ -85,6 +86,7 @@ class Options:
     update_stages: bool
     recompute: bool | Sequence[bool] = False
     memory: bool = False
+    engine: str = "pipeschool"
 
 
 def launch(
@@ -100,7 +102,7 @@ def launch(
     With `state` the run goes on where an earlier one ended.
     """
     schedule, data = fit_batches(schedule, batches)
-    schedule = check(lower(check(schedule)))
+    given, schedule = schedule, check(lower(check(schedule)))
     check_stages(schedule, stages)
     if schedule.p > MOST_WORKERS:
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
@@ -109,6 +111,8 @@ def launch(
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, schedule.p)
+    if options.engine != "pipeschool":
+        refuse(given, inputs, targets, options, backend, devices)
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
@@ -137,6 +141,7 @@ def launch(
                 rendezvous=(Path(folder) / "rendezvous").as_uri(),
                 nan_check=options.nan_check,
                 seed=options.seed,
+                engine=options.engine,
             )
             for worker in range(schedule.p)
         ]

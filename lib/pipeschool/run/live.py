@@ -59,19 +59,24 @@ class Meter:
         self.live = LiveBytes()
         self.stages = stages
         self.mail = mail
+        weights = [stage.weights for stage in stages.values()]
+        self.live.note(w for own in weights for w in own.current.values())
+        self.live.peak = self.live.now
+        self.spare = 0
         self.levels = [self._level(0.0)]
 
     def note(self, start: float, end: float) -> None:
         """One level from `start` on, at the height of the action just done, and one for its end."""
         before = self.levels[-1]
-        working = self.live.peak + before.weights - before.total
+        working = self.live.peak - self.spare - before.total
         self.levels.append(before._replace(time=start, working=max(working, 0.0)))
         self.levels.append(self._level(end))
         self.live.peak = self.live.now
 
     def _level(self, time: float) -> Level:
         weights = [stage.weights for stage in self.stages.values()]
-        versions = sum(w.bytes * (w.held - 1) for w in weights)
+        held = sum(w.bytes * w.held for w in weights)
+        one = sum(w.bytes for w in weights)
         gradients = sum(size_of(w.gradients.values()) for w in weights)
         optimizer = sum(
             size_of(tree_leaves(list(w.optimizer.state.values()))) for w in weights if w.optimizer
@@ -83,13 +88,16 @@ class Meter:
             for flight in stage.in_flight.values()
         ]
         buffers = sum(map(size_of, [*received, *self.mail.values()]))
+        # Those of the update before are kept for the caller alone: training does without them.
+        self.spare = sum(size_of(w.last_gradients.values()) for w in weights)
+        others = held + gradients + optimizer + buffers + self.spare
         return Level(
             time,
-            weights=sum(w.bytes for w in weights),
-            versions=versions,
+            weights=one,
+            versions=held - one,
             gradients=gradients,
             optimizer=optimizer,
-            activations=self.live.now - versions - gradients - optimizer - buffers,
+            activations=self.live.now - others,
             buffers=buffers,
             working=0.0,
         )

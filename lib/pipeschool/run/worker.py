@@ -62,7 +62,7 @@ class Worker:
         self.meter = Meter(self.stages, self.mail) if job.memory else None
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
-        self.done: list[tuple[Action, Mark, Mark, Version, int]] = []
+        self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -96,7 +96,7 @@ class Worker:
         if self.meter:
             self.transport.let_go()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
-        self.done.append((action, start, end, version, size))
+        self.done.append((action, start, end, version.number, version.held, size))
 
     def forward(self, action: Action) -> Version:
         """Inputs in, outputs to the mail; on the last stage a loss instead."""
@@ -209,16 +209,9 @@ class Worker:
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
         self.transport.finish()
-        for action, start, end, version, size in self.done:
-            span = Span(
-                self.rank,
-                action,
-                self.clock.seconds(start),
-                self.clock.seconds(end),
-                version.number,
-                version.held,
-                size,
-            )
+        for action, start, end, *rest in self.done:
+            times = self.clock.seconds(start), self.clock.seconds(end)
+            span = Span(self.rank, action, *times, *rest)
             (self.report.messages if action.is_message else self.report.spans).append(span)
         for index, stage in self.stages.items():
             self.report.gradients[index] = on_cpu(stage.weights.last_gradients)
@@ -271,16 +264,22 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
             torch.set_rng_state(job.generator)
         for module in job.modules.values():
             module.to(device)
-        transport = Transport(rank, job.schedule, device, job.backend)
-        worker = Worker(rank, job, transport)
-        dist.barrier()
-        worker.clock.start()
-        with worker.meter.live if worker.meter else nullcontext():
-            for position, action in enumerate(job.schedule.workers[rank]):
-                board[rank] = position
-                worker.do(action)
-        board[rank] = len(job.schedule.workers[rank])
-        answer: Report | Failure = worker.finish()
+        answer: Report | Failure
+        if job.engine != "pipeschool":
+            from pipeschool.run import torch_engine  # it imports this module
+
+            answer = torch_engine.work(rank, job, device, board)
+        else:
+            transport = Transport(rank, job.schedule, device, job.backend)
+            worker = Worker(rank, job, transport)
+            dist.barrier()
+            worker.clock.start()
+            with worker.meter.live if worker.meter else nullcontext():
+                for position, action in enumerate(job.schedule.workers[rank]):
+                    board[rank] = position
+                    worker.do(action)
+            board[rank] = len(job.schedule.workers[rank])
+            answer = worker.finish()
     except BaseException as error:
         answer = failure(action, error)
     sys.stdout.flush()

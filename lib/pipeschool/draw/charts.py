@@ -64,19 +64,19 @@ class Chart(Figure):
     """A matplotlib figure with alternative text, `alt`. Notebooks show it as an image with it."""
 
     def __init__(self, alt: str, height: float):
-        with _house_style():
+        with house_style():
             super().__init__(figsize=(WIDTH, height), dpi=144)
             FigureCanvasAgg(self)
         self.alt = alt
 
     def draw(self, renderer: Any) -> None:
         """Draw; a glyph that no font has becomes a box, without a warning."""
-        with _house_style():
+        with house_style():
             super().draw(renderer)
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
         """Write to a file or file object, as any matplotlib figure does."""
-        with _house_style():
+        with house_style():
             super().savefig(fname, **kwargs)
 
     def to_html(self) -> str:
@@ -117,14 +117,12 @@ def compare(predicted: Trace, measured: Trace) -> Chart:
             f"and p={measured.p}, m={measured.m}"
         )
     factor, unit = time_unit(measured)
-    work = sum(predicted.busy)
-    stretch = sum(measured.busy) / work if work else 1.0
+    stretch = stretch_of(predicted, measured)
     first = (
         f"makespan {predicted.makespan:.4g} units, one unit drawn as {stretch * factor:.3g} {unit}"
     )
     second = f"makespan {measured.makespan * factor:.4g} {unit}"
-    if 1 / 3 < stretch < 3:
-        stretch = 1.0  # seconds, as they should be
+    if stretch == 1:  # seconds, as they should be
         gap = round(measured.makespan - predicted.makespan, 9) + 0.0  # never -0.0
         share = f" ({gap / predicted.makespan:+.1%})" if predicted.makespan else ""
         first = f"makespan {predicted.makespan * factor:.4g} {unit}"
@@ -134,6 +132,14 @@ def compare(predicted: Trace, measured: Trace) -> Chart:
     said = "; ".join(line.replace("\n", ": ") for line in titles)
     alt = f"Two Gantt charts on one time axis. {said}."
     return _stack((predicted, measured), titles, (factor, unit), alt)
+
+
+def stretch_of(predicted: Trace, measured: Trace) -> float:
+    """Seconds per unit of the prediction, such that both have the same work to do; 1 where the
+    prediction is in seconds already, as it should be."""
+    work = sum(predicted.busy)
+    stretch = sum(measured.busy) / work if work else 1.0
+    return 1.0 if 1 / 3 < stretch < 3 else stretch
 
 
 def memory(trace: Trace) -> Chart:
@@ -146,15 +152,15 @@ def memory(trace: Trace) -> Chart:
         f"Activations held over time by each worker of {title(trace)}; peaks from worker 0 on: "
         f"{listed} A, where A is what one worker keeps for one microbatch."
     )
-    chart = Chart(alt, TOP + trace.p * _row_height(trace.p) + BOTTOM)
-    with _house_style():
-        (axes,) = _panels(chart, [trace], factor, unit)
+    chart = Chart(alt, TOP + trace.p * row_height(trace.p) + BOTTOM)
+    with house_style():
+        (axes,) = add_panels(chart, [trace], factor, unit)
         axes.set_title(
             f"{title(trace)}\nactivations held, in A (one microbatch on one worker)",
             loc="left",
             fontsize=9,
         )
-        begin = _begin(trace)
+        begin = begin_of(trace)
         scale = BOX / highest
         strips = []
         for worker, row in enumerate(trace.rows):
@@ -191,16 +197,16 @@ def versions(trace: Trace) -> Chart:
         f"{', '.join(map(str, trace.staleness))}. Microbatches whose forward and backward used "
         f"different weights: {', '.join(str(len(row)) for row in torn)}."
     )
-    chart = Chart(alt, TOP + trace.p * LANES * _row_height(trace.p) + BOTTOM)
-    with _house_style():
-        (axes,) = _panels(chart, [trace], factor, unit, LANES)
+    chart = Chart(alt, TOP + trace.p * LANES * row_height(trace.p) + BOTTOM)
+    with house_style():
+        (axes,) = add_panels(chart, [trace], factor, unit, LANES)
         axes.set_title(
             f"{title(trace)}\nmicrobatch and weight version; upper lane forward, lower lane "
             "backward" + ("; thick edge: other weights than in the forward" if any(torn) else ""),
             loc="left",
             fontsize=9,
         )
-        begin = _begin(trace)
+        begin = begin_of(trace)
         points = axes.get_position().width * WIDTH * POINTS / axes.get_xlim()[1]
         for span in trace.spans:
             kind, _, microbatch = span.action
@@ -257,13 +263,13 @@ def _stack(
     traces: Sequence[Trace], titles: Sequence[str], unit: tuple[float, str], alt: str
 ) -> Chart:
     """Gantt charts below each other, on one time axis."""
-    rows = sum(trace.p * _row_height(trace.p) for trace in traces)
+    rows = sum(trace.p * row_height(trace.p) for trace in traces)
     chart = Chart(alt, TOP + rows + GAP * (len(traces) - 1) + BOTTOM)
-    with _house_style():
-        panels = _panels(chart, traces, *unit)
+    with house_style():
+        panels = add_panels(chart, traces, *unit)
         for axes, trace, line in zip(panels, traces, titles, strict=True):
             axes.set_title(line, loc="left", fontsize=9)
-            _draw_boxes(axes, trace, unit[0])
+            draw_boxes(axes, trace, unit[0])
         kinds = {span.action.kind for trace in traces for span in trace.spans}
         keys = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
         chart.legend(
@@ -277,7 +283,7 @@ def _stack(
     return chart
 
 
-def _panels(
+def add_panels(
     chart: Chart, traces: Sequence[Trace], factor: float, unit: str, taller: float = 1.0
 ) -> list[Axes]:
     """One pair of axes per trace: workers down from 0, a grey band where they could work."""
@@ -286,7 +292,7 @@ def _panels(
     top = height - TOP
     panels = []
     for trace in traces:
-        row = taller * _row_height(trace.p)
+        row = taller * row_height(trace.p)
         top -= trace.p * row
         width = WIDTH - LEFT - RIGHT - 0.25
         axes = chart.add_axes((LEFT / WIDTH, top / height, width / WIDTH, trace.p * row / height))
@@ -307,10 +313,10 @@ def _panels(
     return panels
 
 
-def _draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
-    begin = _begin(trace)
+def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
+    begin = begin_of(trace)
     points = axes.get_position().width * WIDTH * POINTS / axes.get_xlim()[1]  # per unit of time
-    tallest = _row_height(trace.p) * BOX * POINTS * 0.75
+    tallest = row_height(trace.p) * BOX * POINTS * 0.75
     for kind, colour in COLOURS.items():
         spans = [span for span in trace.spans if span.action.kind == kind]
         if not spans:
@@ -349,12 +355,12 @@ def _box(left: float, right: float, worker: int) -> list[tuple[float, float]]:
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _row_height(workers: int) -> float:
+def row_height(workers: int) -> float:
     """Inches of a row: lower where there are many, so that the chart still fits on a screen."""
     return max(0.15, min(0.4, 4.0 / workers))
 
 
-def _begin(trace: Trace) -> float:
+def begin_of(trace: Trace) -> float:
     return min((span.start for span in trace.spans), default=0.0)
 
 
@@ -376,7 +382,7 @@ def _stretched(trace: Trace, factor: float) -> Trace:
 
 
 @contextmanager
-def _house_style() -> Iterator[None]:
+def house_style() -> Iterator[None]:
     """Our own fonts and colours whatever the caller has set, and no warning about glyphs."""
     style: Any = {  # Any, because matplotlib 3.11 wants the literal names of all its settings
         "font.family": _fonts(),

@@ -1,0 +1,271 @@
+"""Side by side with ``torch.distributed.pipelining``: the same work, in turn, in one run.
+
+A round asks every contestant of every case once, each round in another order, so that a machine
+that slows down slows all of them. What counts is the median over the rounds. The first round, in
+which everything is imported and touched, is left out.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pipeschool import draw
+from pipeschool.actions import whole_number
+from pipeschool.run import options_of
+from pipeschool.run.launch import Result, launch
+from pipeschool.schedules import build
+from pipeschool.simulate import simulate
+from pipeschool.trace import Trace
+
+OURS = "pipeschool"
+RUNTIME = "PyTorch, our schedule"  # its runtime, from our schedule file
+CLASS = "PyTorch, its own"  # the loops of Schedule1F1B and ScheduleGPipe
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+PACE = (0.005, 0.010)  # seconds of a forward and of a backward
+LAYER = 8  # width of a stage's only layer: next to no work
+BATCHES = 3  # in a run; the first is not timed, and the median of the others counts
+SIMULATED = 8, 2000  # workers and microbatches
+DRAWN = 8, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: what each contestant does, and the numbers of all rounds."""
+
+    key: str
+    title: str
+    unit: str
+    contestants: dict[str, Callable[[], float]] = field(repr=False)
+    target: str = ""
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    def measure(self, turn: int) -> None:
+        """One number from each contestant, starting with another one each turn."""
+        names = list(self.contestants)
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            self.rounds.setdefault(name, []).append(self.contestants[name]())
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each contestant's rounds, in the order of the contestants."""
+        return {name: median(self.rounds[name]) for name in self.contestants}
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Our median over that of each other contestant."""
+        ours = self.medians[OURS]
+        return {name: ours / other for name, other in self.medians.items() if name != OURS}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All cases with their numbers, and what they were measured on."""
+
+    p: int
+    m: int
+    pace: tuple[float, float]
+    machine: dict[str, object]
+    cases: list[Case]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data: machine, settings, and of each case all rounds, medians and ratios."""
+        return {
+            "machine": self.machine,
+            "settings": {"p": self.p, "m": self.m, "pace": list(self.pace)},
+            "cases": {
+                case.key: {
+                    "title": case.title,
+                    "unit": case.unit,
+                    "target": case.target,
+                    "rounds": case.rounds,
+                    "medians": case.medians,
+                    "ratios": case.ratios,
+                }
+                for case in self.cases
+            },
+        }
+
+
+def bench(
+    p: int = 4,
+    m: int = 16,
+    rounds: int = 5,
+    pace: tuple[float, float] = PACE,
+    progress: bool = True,
+) -> Benchmark:
+    """Measure everything: p workers, m microbatches, a median over `rounds`.
+
+    pace: seconds of a forward and of a backward. progress: a bar on stderr.
+    ValueError where m is below p, which PyTorch's 1F1B refuses.
+    """
+    p, m, rounds = whole_number("p", p), whole_number("m", m), whole_number("rounds", rounds)
+    if m < p:
+        raise ValueError(f"m must be at least p={p}, not {m}: PyTorch's 1F1B needs as many")
+    started = machine()
+    cases = all_cases(p, m, pace)
+    for turn in tqdm(range(rounds + 1), disable=not progress, unit="round"):
+        if turn == 1:
+            for case in cases:
+                case.rounds.clear()
+        for case in cases:
+            case.measure(turn)
+    return Benchmark(p, m, pace, started, cases)
+
+
+def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
+    """What is measured, and how."""
+    cases = []
+    ideal = (m + p - 1) * sum(pace)
+
+    def of_engines(key: str, title: str, unit: str, target: str, measure: Any, name: str) -> None:
+        engines = {OURS: "pipeschool", CLASS: f"torch {name}", RUNTIME: "torch"}
+        run: dict[str, Callable[[], float]] = {
+            label: partial(measure, partial(run_on, engine, name, p, m))
+            for label, engine in engines.items()
+        }
+        cases.append(Case(f"{key}.{name}", title, unit, run, target))
+
+    def paced(run: Callable[..., Result]) -> float:
+        return batch_seconds(run(plain_stages(p), pace).trace) / ideal
+
+    def sleeping(run: Callable[..., Result]) -> float:
+        return batch_seconds(run([Sleeper(*pace) for _ in range(p)]).trace) / ideal
+
+    def tiny(run: Callable[..., Result]) -> float:
+        return 1000 * batch_seconds(run(plain_stages(p)).trace) / (2 * p * m)
+
+    def start(run: Callable[..., Result]) -> float:
+        return run(plain_stages(p)).start_seconds
+
+    for name, title in SCHEDULES.items():
+        of_engines("paced", f"{title}, paced", "time / ideal", "at most 1.03", paced, name)
+    for name, title in SCHEDULES.items():
+        of_engines("sleeping", f"{title}, stages that sleep", "time / ideal", "", sleeping, name)
+    for name, title in SCHEDULES.items():
+        goal = "at most half of PyTorch's"
+        of_engines("overhead", f"{title}, overhead", "ms per action", goal, tiny, name)
+    of_engines("start", "start-up", "seconds to the first action", "", start, "1f1b")
+    fast = {OURS: simulated_per_second}
+    cases.append(Case("simulator", "simulator", "actions per second", fast, "at least 300,000"))
+    cases.append(Case("chart", "chart", "seconds to draw", {OURS: chart_seconds}))
+    return cases
+
+
+def run_on(
+    engine: str,
+    name: str,
+    p: int,
+    m: int,
+    stages: list[nn.Module],
+    pace: tuple[float, float] | None = None,
+) -> Result:
+    """A run of BATCHES batches on tiny stages; `engine` as in `run.torch_engine`."""
+    called = time.perf_counter()
+    options = replace(options_of(pace=pace, device="cpu"), engine=engine)
+    batch = torch.ones(2 * m, LAYER)
+    return launch(build(name, p, m), stages, [(batch, batch)] * BATCHES, options, called)
+
+
+def plain_stages(p: int) -> list[nn.Module]:
+    """Stages with next to nothing to do."""
+    return [nn.Linear(LAYER, LAYER) for _ in range(p)]
+
+
+class Sleeper(nn.Module):
+    """A stage that takes its time by itself, whatever engine runs it: it computes, then sleeps."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float):
+        super().__init__()
+        self.layer = nn.Linear(LAYER, LAYER)
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer; the rest of the declared time; and a mark for the backward to sleep at."""
+        until = time.perf_counter() + self.forward_seconds
+        y: Tensor = SleepBackward.apply(self.layer(x), self.backward_seconds)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return y
+
+
+class SleepBackward(torch.autograd.Function):
+    """Identity whose backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """`x`."""
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient, after the seconds are over."""
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+def batch_seconds(trace: Trace) -> float:
+    """From the first start to the last end of a batch: the median over all batches but the first,
+    in which memory and connections are touched for the first time."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for span in trace.spans:
+        if span.action.kind != "U":
+            batch = span.action.microbatch // trace.m
+            found.setdefault(batch, []).append((span.start, span.end))
+    del found[0]
+    return median(max(e for _, e in times) - min(s for s, _ in times) for times in found.values())
+
+
+def simulated_per_second() -> float:
+    """Actions that the simulator does in a second, 1F1B with many microbatches."""
+    p, m = SIMULATED
+    schedule = build("1f1b", p, m)
+    began = time.perf_counter()
+    trace = simulate(schedule)
+    return len(trace.spans) / (time.perf_counter() - began)
+
+
+def chart_seconds() -> float:
+    """Seconds from a trace to the picture of its chart."""
+    trace = simulate(build("1f1b", *DRAWN))
+    began = time.perf_counter()
+    draw.gantt(trace).savefig(io.BytesIO(), format="png")
+    return time.perf_counter() - began
+
+
+def machine() -> dict[str, object]:
+    """What this runs on, and how busy that is with other things."""
+    return {
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "threads": os.cpu_count(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
