@@ -85,7 +85,8 @@ forwards and backwards, those of all workers together.
 **Start-up.** From the call to the first action, when everything has run before.
 
 **Simulator.** 1F1B, p={SIMULATED[0]}, m={SIMULATED[1]}; actions of all workers, updates included.
-**Chart.** `ps.draw.gantt` of 1F1B, p={DRAWN[0]}, m={DRAWN[1]}, into a PNG.
+**Chart.** `ps.draw.gantt` of 1F1B, p={DRAWN[0]}, m={DRAWN[1]}, into a PNG. Both with Python's
+`timeit`, which keeps the garbage collector out.
 """
 
 

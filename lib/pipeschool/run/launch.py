@@ -120,19 +120,15 @@ def launch(
         jobs = [
             Job(
                 schedule=schedule,
-                modules={s: stages[s % schedule.depth] for s in schedule.stages_of(worker)},
-                inputs=inputs if worker in schedule.placement[:: schedule.depth] else None,
-                targets=targets
-                if worker in schedule.placement[schedule.depth - 1 :: schedule.depth]
-                else None,
+                modules={s: stages[s] for s in schedule.stages_of(worker)},
+                inputs=inputs if worker in schedule.owners[0] else None,
+                targets=targets if worker in schedule.owners[-1] else None,
                 scales=scales,
                 loss=options.loss,
                 update=options.update,
                 recompute=recompute,
                 memory=options.memory,
-                restore={s: state.stages[s % schedule.depth] for s in schedule.stages_of(worker)}
-                if state
-                else {},
+                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
                 generator=state.generators[worker] if state else None,
                 history=options.history,
                 pace=paces,
@@ -197,10 +193,9 @@ def put_together(
             if report.memory
         ),
     )
-    first_copy = slice(schedule.depth)  # the others are equal
-    gradients = merged(report.gradients for report in reports)[first_copy]
-    states = merged(report.states for report in reports)[first_copy]
-    histories = merged(report.history for report in reports)[first_copy]
+    gradients = merged(report.gradients for report in reports)
+    states = merged(report.states for report in reports)
+    histories = merged(report.history for report in reports)
     staged = backend == "gloo" and devices[0].startswith("cuda")
     return Result(
         trace=trace,
@@ -217,7 +212,8 @@ def put_together(
 
 
 def merged(parts: Iterable[dict[int, Item]]) -> list[Item]:
-    """What all workers reported by stage or by microbatch, in order."""
+    """What all workers reported by stage or by microbatch, in order. Workers that take turns at a
+    stage report the same."""
     whole = {key: item for part in parts for key, item in part.items()}
     return [whole[key] for key in sorted(whole)]
 
@@ -249,9 +245,9 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     """One module per stage, each a module."""
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
-    if len(stages) != schedule.depth:
+    if len(stages) != schedule.stages:
         raise ValueError(
-            f"{schedule.name} has {schedule.depth} stages, so it needs as many modules, "
+            f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "
             f"not {len(stages)}"
         )
     for index, stage in enumerate(stages):
@@ -283,7 +279,7 @@ def pace_table(
             f"pace must be (forward, backward) in seconds, such as (0.005, 0.010), not {pace!r}"
         )
     try:
-        cost = Cost(forward=pace[0], backward=pace[1], recompute=recompute[: schedule.depth])
+        cost = Cost(forward=pace[0], backward=pace[1], recompute=recompute)
         table = cost.seconds(schedule)
     except ValueError as error:
         raise ValueError(f"pace must be (forward, backward) in seconds: {error}") from None

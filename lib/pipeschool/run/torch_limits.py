@@ -37,8 +37,8 @@ def refuse(
             f"engine='torch' runs only synchronous schedules, and {schedule.name} has "
             f"weights={policy!r}: PyTorch's engine trains with a flush after every batch"
         )
-    if schedule.copies > 1:
-        raise ValueError(f"engine='torch' runs one copy of a model, not the {schedule.copies} here")
+    if schedule.replicas:
+        raise ValueError("engine='torch' runs one worker per stage: here several take turns")
     if schedule.lowered:
         raise ValueError(
             "engine='torch' adds sends and receives itself: give it the schedule without them"

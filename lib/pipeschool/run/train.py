@@ -76,8 +76,8 @@ def train(
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
     log: called with one line after each leg: loss and samples per second; None for silence.
-    options: loss, optimizer, scheduler, clip_norm, pace, device, timeout, nan_check and seed, as
-        for `run`.
+    options: loss, optimizer, scheduler, clip_norm, pace, device, engine, timeout, nan_check and
+        seed, as for `run`.
     """
     import torch
 

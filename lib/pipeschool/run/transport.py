@@ -84,11 +84,12 @@ class Transport:
         # Per peer, oldest first: work handles with the buffers they read.
         self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
-        # Who holds a copy of a stage: groups are made by all workers together, in the same order.
-        self.copies: dict[int, Any] = {}
-        for stage in range(schedule.depth if schedule.copies > 1 else 0):
-            holders = [schedule.placement[s] for s in range(stage, schedule.stages, schedule.depth)]
-            self.copies[stage] = dist.new_group(holders)
+        # Of stages on several workers: groups are made by all workers, in the same order.
+        self.replicas: dict[int, Any] = {
+            stage: dist.new_group(list(workers))
+            for stage, workers in enumerate(schedule.owners)
+            if len(workers) > 1
+        }
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
 
@@ -169,9 +170,9 @@ class Transport:
         )
         return message._replace(tensors=tensors)
 
-    def add_over_copies(self, stage: int, gradients: dict[str, Tensor]) -> None:
-        """Add to `gradients` those of the other copies of `stage`, where the model has copies."""
-        group = self.copies.get(stage % self.schedule.depth)
+    def sum_over_replicas(self, stage: int, gradients: dict[str, Tensor]) -> None:
+        """Add to `gradients` those of the other workers that take turns at `stage`, if any do."""
+        group = self.replicas.get(stage)
         for name in sorted(gradients) if group else ():
             guarded(dist.all_reduce, gradients[name], dist.ReduceOp.SUM, group)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
-from pipeschool.versions import Ledger, Policy
+from pipeschool.versions import Ledger
 
 Parameters = dict[str, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -51,7 +51,7 @@ class StageState(NamedTuple):
 class StageWeights:
     """Weight versions, gradients and optimizer of one stage."""
 
-    def __init__(self, module: nn.Module, update: Update, policy: Policy):
+    def __init__(self, module: nn.Module, update: Update, ledger: Ledger):
         self.current = dict(module.named_parameters())
         trainable = [p for p in self.current.values() if p.requires_grad]
         make = update.optimizer if trainable else None
@@ -60,7 +60,7 @@ class StageWeights:
             update.scheduler(self.optimizer) if update.scheduler and self.optimizer else None
         )
         self.clip_norm = update.clip_norm
-        self.ledger = Ledger(policy)
+        self.ledger = ledger
         self.versions: dict[int, Parameters] = {0: self._view()}
         self.gradients: Parameters = {}  # of the update to come
         self.last_gradients: Parameters = {}  # of the last update
