@@ -85,7 +85,7 @@ guess_two_chunks = None  # units of cost
 #
 # The *last* worker takes its first cup back when that cup has come through its *last* chunk. Until then it has done all forwards of the other $v - 1$ chunks, for $p$ cups each. (As in unit 04, the forward of the first turn does not count.)
 #
-# Each worker before it does *two* forwards more than its right neighbour, because a cup needs one step down and one step back. (You will see in a moment what happens with only one.)
+# Every other worker does *two* forwards more than the next worker down the line, because a cup needs one step down and one step back. (You will see in a moment what happens with only one.)
 
 
 # %%
@@ -263,12 +263,13 @@ def with_warm_up(length):
 
 for name, length in (
     ("two per worker", lambda worker: two_per_worker(worker, 4, 2)),
-    ("one per worker", lambda worker: (two_per_worker(worker, 4, 2) + 4) // 2),
+    ("one per worker", lambda worker: two_per_worker(worker, 4, 2) - (3 - worker)),
 ):
     schedule = with_warm_up(length)
     seconds = [ps.simulate(schedule, ps.Cost(0.5, 1, latency=x)).makespan for x in (0, 0.1, 0.3)]
     peak = ps.simulate(schedule).peak_activations[0]
-    print(f"{name}: {peak:g} A on worker 0; with latency 0, 0.1, 0.3: {seconds}")
+    listed = ", ".join(f"{makespan:.1f}" for makespan in seconds)
+    print(f"{name}: {peak:g} A on worker 0; makespan with latency 0, 0.1, 0.3: {listed}")
 
 # %% [markdown]
 # With free messages one per worker is just as fast, and keeps less. With slow messages two are better: while a message travels, there is another forward to do. It is the trade of eager 1F1B (unit 04, section 8) once more: memory for hidden messages.
@@ -583,7 +584,7 @@ for trace in (line, h1, h2):
 # %% [markdown]
 # Is the third measure a trick? Think of the *next* batch. When worker 0 has done its last weight half, it has all gradients of its own stage. It can update and begin the next batch at once, while worker 3 still finishes this one.
 #
-# **Predict.** One batch of ZB-H2 takes 27 units. How long do four batches take?
+# **Predict.** One batch of ZB-H2 takes as long as one of ZB-H1 (see the charts). How long do four batches take?
 
 # %%
 guess_four = None  # units of cost
@@ -863,7 +864,7 @@ grade.check(priority, points=3, seed=grade.seed())
 # %% [markdown]
 # How good is your rule? And how do we know that there is nothing better than "par"? From a *solver*: `ps.par` describes the problem to OR-tools, a library for optimisation. The solver does not stop at a good schedule. It goes on until it has proved that no other is faster, or until its time is up.
 #
-# **Predict.** With room for 3 cups instead of 4 per worker, will par get slower? By how much?
+# **Predict.** Take away a place on every counter: room for 3 cups instead of 4. How long does the best schedule take now?
 
 # %%
 guess_par_3 = None  # units of cost, for p = 4, m = 8
@@ -882,7 +883,7 @@ for cap in (2, 3, 4, 5):
     )
     if cap == 3:
         par_3 = time
-grade.reveal(guess_par_3, par_3, "units with room for 3")
+grade.reveal(guess_par_3, par_3, "units with room for 3 cups")
 
 # %% [markdown]
 # For 4 cups par is the time of ZB-H1: with one stage per worker, in this memory and for these times, nobody will ever find a faster one. Below $p$ cups everybody gets slower, and there is no closed formula to look up. There a solver, or a better rule, earns its money. The solver's price: its time grows quickly with the size of the problem. A rule takes milliseconds for hundreds of workers.

@@ -455,6 +455,12 @@ def rate_of_worker_0_alone(trace):
 
 
 @wrong("zero_bubble_rate")
+def rate_with_updates(trace):
+    cost = max(lengths(trace.rows))
+    return (cost - max(trace.busy)) / cost
+
+
+@wrong("zero_bubble_rate")
 def rate_over_the_work(trace):
     cost, work = max(lengths(trace.rows)), max(trace.busy)
     return (cost - work) / work

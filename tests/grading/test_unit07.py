@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pipeschool as ps
@@ -10,7 +11,7 @@ import torch
 from answers07 import RIGHT, WRONG
 from pipeschool import grade
 from pipeschool.grade import unit07, unit07_reading
-from test_unit01 import SEEDS, as_answer, cases, points
+from test_unit01 import ROOT, SEEDS, as_answer, cases, points
 
 
 def seeds(name):
@@ -92,6 +93,12 @@ def test_new_cases_depend_on_the_seed_alone():
                 for rng in (Random(f"{seed}/{part.title}") for seed in ("a", "a", "b"))
             ]
             assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_claims_and_verdicts_in_the_notebook_agree():
+    source = (ROOT / "solutions/07_beyond/beyond.py").read_text("utf-8")
+    verdicts = re.findall(r"<summary>Verdict</summary>\n#\n# \*\*(\w+)\.?\*\*", source)
+    assert [word.lower() for word in verdicts] == list(unit07.CLAIMS.values())
 
 
 # --- what the checks take for right, against the simulator, autograd and the solver

@@ -37,7 +37,7 @@ INTERLEAVED_WARM_UP = Exercise(
             cases=[(0, 1, 2), (1, 2, 2), (1, 2, 3), (3, 4, 2), (7, 8, 4)],
             draw=lambda rng, size: (size, size + 1, rng.randint(2, 4)),
             hint="the last worker's first backward is that of its last chunk: how many chunks "
-            "come before that one, and how many microbatches go through each of them in a round?",
+            "come before that one, and how many microbatches go through each of them in a group?",
         ),
         Part(
             title="on the workers before it",
@@ -133,15 +133,15 @@ INTERLEAVED_ORDER = Exercise(
             title="in the order of its forwards",
             cases=[(*shape, "forwards") for shape in ROUNDS],
             draw=lambda rng, size: (*draw_rounds(rng, size), "forwards"),
-            hint="three loops, from outside: over the rounds of p microbatches, over the worker's "
-            "stages (worker, worker + p, ...), over the microbatches of the round",
+            hint="three loops, from outside: over the groups of p microbatches, over the worker's "
+            "stages (worker, worker + p, ...), over the microbatches of the group",
         ),
         Part(
             title="in the order of its backwards",
             cases=[(*shape, "backwards") for shape in ROUNDS],
             draw=lambda rng, size: (*draw_rounds(rng, size), "backwards"),
-            hint="a cup comes back through the last stage first; the rounds, and the microbatches "
-            "in a round, come in the order in which they went forward",
+            hint="a cup comes back through the last stage first; the groups, and the microbatches "
+            "in a group, come in the order in which they went forward",
         ),
         Part(
             title="in taking turns",
@@ -228,9 +228,14 @@ def tensor(value: object) -> Numbers:
 
 def two_tensors(value: object) -> list[Numbers]:
     """The pair (dW, db)."""
-    found = plain.items(value, "two tensors, (dW, db)")
+    import torch
+
+    wanted = "two tensors, (dW, db)"
+    if isinstance(value, torch.Tensor):
+        raise mistyped(wanted, f"one tensor: {show(value.tolist())}")
+    found = plain.items(value, wanted)
     if len(found) != 2:
-        raise mistyped("two tensors, (dW, db)", f"{len(found)} items: {show(value)}")
+        raise mistyped(wanted, f"{len(found)} of them: {show(value)}")
     return [tensor(item) for item in found]
 
 
@@ -459,4 +464,4 @@ EXERCISES = [
 ]
 
 # What the claims lab says about each claim.
-CLAIMS = {1: "right", 2: "wrong", 3: "wrong", 4: "half", 5: "wrong", 6: "wrong", 7: "half"}
+CLAIMS = {1: "right", 2: "wrong", 3: "wrong", 4: "half", 5: "wrong", 6: "wrong", 7: "right"}

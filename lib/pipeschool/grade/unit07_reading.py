@@ -39,6 +39,14 @@ def zero_bubble_rate(trace: Trace) -> float:
     return (cost - max(trace.busy)) / cost
 
 
+def slow_updates() -> Trace:
+    """A trace whose updates take time, shown as the code that gives it."""
+    trace = simulate(gpipe(2, 2), Cost(update=3))
+    call = "ps.simulate(ps.gpipe(2, 2), ps.Cost(update=3))"
+    object.__setattr__(trace, "__name__", call)  # a frozen dataclass
+    return trace
+
+
 def draw_balanced(rng: Random, size: int) -> Case:
     """A trace with equal stages, which may begin at any time, as a measured one does."""
     p = rng.randint(2, 2 + size // 2)
@@ -61,6 +69,7 @@ ZERO_BUBBLE_RATE = Exercise(
             cases=[
                 (simulated(gpipe, 1, 1),),
                 (simulated(gpipe, 2, 1),),
+                (slow_updates(),),
                 (simulated(one_f_one_b, 2, 2),),
                 (simulated(zb_h2, 2, 3),),
                 (simulated(zb_h1, 4, 8),),
