@@ -432,7 +432,7 @@ for name in ("forward", "backward", "input_backward", "weight_backward"):
 # %% [markdown]
 # ## 4. ZB-H1: the triangle, eaten from one side
 #
-# Now place the weight halves. Two of your stations' habits change:
+# Now place the weight halves. Two habits change in your shop:
 #
 # - a cup that comes back gets its *input half* at once, so that the station before can go on,
 # - the weight half comes later, when the worker would otherwise have to wait.
