@@ -763,13 +763,18 @@ guess_chimera = None
 my_reading = grade.yours(read_figure)
 
 
+def copies(schedule):
+    """How many workers hold the same stage; `owners` lists the workers of each."""
+    return max(map(len, schedule.owners))
+
+
 def card(schedule):
     """What a figure of the schedule tells, by your own reading, and the rest of its bill."""
     rows = figure(schedule)
     bubble, peaks = my_reading(rows, schedule.v)
     return (
         f"{schedule.name:<12}{bubble:6.3f} of total, {min(peaks):g} to {max(peaks):g} A in flight, "
-        f"{sent(schedule)} messages, weights in memory: {schedule.copies} x"
+        f"{sent(schedule)} messages, weights in memory: {copies(schedule)} x"
     )
 
 
@@ -783,7 +788,7 @@ print("you predicted", guess_dualpipe, "and", guess_chimera)
 # <summary>Our reading</summary>
 #
 # - **DualPipeV** pays with messages (two chunks, a V) and with half an A more than worker 0 of 1F1B holds, on *every* worker. Look at the middle of its rows: forwards and backwards alternate. On real devices each such pair is run as *one*, so that the messages of one travel while the other computes. Our workers do them one after the other, so the chart shows its bubble and not this, its main purpose. (It is the folded half of DualPipe, from DeepSeek-V3, which needs two copies of the weights.)
-# - **Chimera** (Li and Hoefler, SC 2021) pays with weights. Worker 3 begins at time 0 with cup 1: it holds a first stage, too. There are *two copies* of the model, one in each direction, and they fill each other's gaps. At the end of the batch the copies of a stage add up their gradients. For a large model that doubles the memory of weights, gradients and optimizer.
+# - **Chimera** (Li and Hoefler, SC 2021) pays with weights. Worker 3 begins at time 0 with cup 1: it holds a first stage, too. There are *two copies* of the model, one in each direction, and they fill each other's gaps. At the end of the batch the copies of a stage add up their gradients. (The messages above do not include that.) For a large model that doubles the memory of weights, gradients and optimizer.
 #
 # Nobody gets a small bubble for nothing.
 # </details>
@@ -945,7 +950,7 @@ for schedule in (
     name = schedule.name + (f", v={schedule.v}" if "interleaved" in schedule.name else "")
     print(
         f"{name:<22}{trace.makespan:>4g}{trace.bubble_of_ideal:>10.4f}{my_rate(trace):>9.4f}"
-        f"{peaks[0]:>14g} A{peaks[-1]:>8g} A{sent(schedule):>15}{schedule.copies:>8}"
+        f"{peaks[0]:>14g} A{peaks[-1]:>8g} A{sent(schedule):>15}{copies(schedule):>8}"
     )
 
 # %% [markdown]

@@ -341,9 +341,9 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
             PolyCollection(boxes, facecolor=colour, edgecolor=edge, lw=line, clip_on=False)
         )
         bars = [
-            _bar(*ends[i], span.worker, chunks[span.action.stage])
+            _bar(*ends[i], span.worker, chunks[span.worker, span.action.stage])
             for i, span in enumerate(spans)
-            if kind != "U" and chunks[span.action.stage]
+            if kind != "U" and chunks[span.worker, span.action.stage]
         ]
         axes.add_collection(PolyCollection(bars, facecolor=INK[kind], lw=0))
         digits = max(len(str(span.action.microbatch)) for span in spans)
@@ -377,13 +377,13 @@ def _bar(left: float, right: float, worker: int, share: float) -> list[tuple[flo
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def chunks_of(trace: Trace) -> dict[int, float]:
-    """For each stage, whether it is its worker's first (0) or last (1), or where in between."""
-    places: dict[int, float] = {}
-    for row in trace.rows:
+def chunks_of(trace: Trace) -> dict[tuple[int, int], float]:
+    """For (worker, stage), whether it is the worker's first stage (0), its last (1), or between."""
+    places: dict[tuple[int, int], float] = {}
+    for worker, row in enumerate(trace.rows):
         stages = sorted({span.action.stage for span in row})
         for place, stage in enumerate(stages):
-            places[stage] = place / max(1, len(stages) - 1)
+            places[worker, stage] = place / max(1, len(stages) - 1)
     return places
 
 
