@@ -1,6 +1,6 @@
 """Started by torchrun in the tests: train a small model, and write what came out to a file.
 
-Arguments: output folder, checkpoint (or -), batches in an epoch, and a fault: kind:stage:call, or -.
+Arguments: output folder, checkpoint (or -), batches in an epoch, fault (kind:stage:call, or -).
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ NO_NAMESPACES = namespaces()
 
 @pytest.fixture
 def shaped_link():
-    """Two network namespaces, tea-0 and tea-1, joined by a link of 10 ms and 50 Mbit a second."""
+    """Two network namespaces, tea-0 and tea-1, joined by a link of 20 Mbit a second."""
     steps = ["ip link add tea-0 type veth peer name tea-1"]
     for i in range(2):
         inside = f"ip netns exec tea-{i}"
@@ -168,7 +168,7 @@ def shaped_link():
             f"{inside} ip addr add 10.77.0.{i + 1}/24 dev tea-{i}",
             f"{inside} ip link set lo up",
             f"{inside} ip link set tea-{i} up",
-            f"{inside} tc qdisc add dev tea-{i} root netem delay 5ms rate 50mbit",
+            f"{inside} tc qdisc add dev tea-{i} root tbf rate 20mbit burst 32kbit latency 400ms",
         ]
     try:
         for step in steps:
