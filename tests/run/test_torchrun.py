@@ -25,14 +25,22 @@ def free_port() -> int:
 
 
 def launcher(
-    arguments: list[str], log: Path, address: str, port: int, local: str, prefix: list[str], n: int
+    arguments: list[str],
+    log: Path,
+    address: str,
+    port: int,
+    machine: int,
+    local: str = "",
+    prefix: tuple[str, ...] = (),
+    n: int = 2,
 ) -> subprocess.Popen:
-    """One torchrun: half of the workers."""
+    """One torchrun: half of the workers. Machine 0 is where all meet."""
     command = [
         *prefix,
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={n}"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", "--rdzv-id=test"),
-        *(f"--local-addr={local}", str(SCRIPT), *arguments),
+        *(f"--rdzv-conf=is_host={machine == 0}", f"--local-addr={local or address}"),
+        *(str(SCRIPT), *arguments),
     ]
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -43,7 +51,10 @@ def two_launchers(folder: Path, fault: str = "-", keep: str = "-", n: int = 2) -
     folder.mkdir(exist_ok=True)
     arguments, port = [str(folder), keep, "4", fault], free_port()
     logs = [folder / f"launcher{i}.log" for i in range(2)]
-    both = [launcher(arguments, log, "127.0.0.1", port, "127.0.0.1", [], n) for log in logs]
+    both = [
+        launcher(arguments, log, "127.0.0.1", port, machine, n=n)
+        for machine, log in enumerate(logs)
+    ]
     return finish(both, logs)
 
 
@@ -189,14 +200,14 @@ def test_across_two_networks_with_a_slow_link(tmp_path, shaped_link, undisturbed
     both = [
         launcher(
             arguments,
-            logs[i],
+            log,
             "10.77.0.1",
             29400,
-            f"10.77.0.{i + 1}",
-            ["ip", "netns", "exec", f"tea-{i}"],
-            2,
+            machine,
+            local=f"10.77.0.{machine + 1}",
+            prefix=("ip", "netns", "exec", f"tea-{machine}"),
         )
-        for i in range(2)
+        for machine, log in enumerate(logs)
     ]
     outputs = finish(both, logs)
     if fault == "-":

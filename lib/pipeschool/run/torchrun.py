@@ -19,6 +19,7 @@ import copy
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -102,6 +104,8 @@ def join() -> dist.Store:
         is_master=not hosted and rank() == 0,
         wait_for_workers=False,
     )
+    if name := interface_towards(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     store = dist.PrefixStore(f"pipeschool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
@@ -112,6 +116,19 @@ def join() -> dist.Store:
     agree_on_time()
     sys.excepthook = quiet_hook(sys.excepthook)
     return store
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface through which this machine reaches `address`. gloo would look for the
+    one that has this host's name, which on many machines is the wrong one, or none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, here in interfaces if mine in [a.address for a in here]), None)
 
 
 def refuse_difference(what: str, mine: Any) -> None:
