@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
@@ -17,6 +17,7 @@ from pipeschool.versions import Policy, with_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from pipeschool.run.launch import Options, Pace, Result
     from pipeschool.run.weights import MakeOptimizer, MakeScheduler
@@ -47,6 +48,8 @@ def run(
     memory: bool = False,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    tensor_parallel: int = 1,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
 ) -> Result:
     """Train `stages` on `batches` as `schedule` says, one process per worker.
 
@@ -77,6 +80,8 @@ def run(
     recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same
         random numbers, for its backward; True, False, or one of them per stage. A paced backward
         then lasts as long as a forward and a backward.
+    tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
+        style of torch.distributed.tensor.parallel for layers by their name in the stage.
     latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
         really held back until a link like that would have brought it, as in `Cost`. The trace is
         ``measured, paced`` then.
@@ -112,6 +117,8 @@ def run(
         memory=memory,
         latency=latency,
         bandwidth=bandwidth,
+        tensor_parallel=tensor_parallel,
+        tensor_plan=tensor_plan,
     )
     from pipeschool.run.launch import launch
 
@@ -163,6 +170,8 @@ def options_of(
     memory: bool = False,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    tensor_parallel: int = 1,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
 ) -> Options:
     """The keyword arguments that `run` and `train` share, checked."""
     if engine not in ENGINES:
@@ -170,6 +179,7 @@ def options_of(
     number("timeout", timeout, positive=True)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
+    whole_number("tensor_parallel", tensor_parallel)
     number("latency", latency)
     number("bandwidth", bandwidth, positive=True, infinite=True)
     whole_number("seed", seed, at_least=0)
@@ -193,6 +203,8 @@ def options_of(
         memory=memory,
         latency=latency,
         bandwidth=bandwidth,
+        tensor_parallel=tensor_parallel,
+        tensor_plan=tensor_plan,
     )
 
 

@@ -12,6 +12,7 @@ from pipeschool.actions import Action, Schedule
 from pipeschool.memory import Level
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.tensor import Plan
 from pipeschool.run.weights import Parameters, StageState, Update
 from pipeschool.trace import Span
 
@@ -43,6 +44,8 @@ class Job:
     pace: dict[str, list[float]] | None  # kind -> declared seconds per stage
     backend: str
     device: str
+    parts: int  # processes of a worker, that share its weights between them
+    plan: Plan  # how
     rendezvous: str  # file through which the workers find each other
     nan_check: bool
     seed: int

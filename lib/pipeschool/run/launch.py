@@ -26,6 +26,7 @@ from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.tensor import check_plan
 from pipeschool.run.torch_limits import refuse
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
@@ -92,6 +93,8 @@ class Options:
     latency: float = 0.0
     bandwidth: float = math.inf
     engine: str = "pipeschool"
+    tensor_parallel: int = 1
+    tensor_plan: Any = None
 
 
 def launch(
@@ -109,8 +112,9 @@ def launch(
     schedule, data = fit_batches(schedule, batches)
     given, schedule = schedule, check(lower(check(schedule)))
     check_stages(schedule, stages)
-    if schedule.p > MOST_WORKERS:
-        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
+    processes = schedule.p * options.tensor_parallel
+    if processes > MOST_WORKERS and not torchrun.active():
+        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
     if state:
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
@@ -141,16 +145,22 @@ def launch(
             pace=paces,
             backend=backend,
             device=devices[worker],
+            parts=parts,
+            plan=plan,
             rendezvous=rendezvous,
             nan_check=options.nan_check,
             seed=options.seed,
             engine=options.engine,
         )
 
+    parts = options.tensor_parallel
+    plan = check_plan(list(stages), options.tensor_plan) if parts > 1 else {}
+    if parts > 1:
+        refuse_with_parts(schedule, options, state)
     if torchrun.active():
         reports = torchrun.take_part(job, schedule, options.timeout + longest)
     else:
-        reports = on_this_machine(job, schedule, options.timeout + longest)
+        reports = on_this_machine(job, schedule, options.timeout + longest, parts)
     paced = paces is not None or link_of(options) is not None
     result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:
@@ -161,17 +171,17 @@ def launch(
 
 
 def on_this_machine(
-    job: Callable[[int, str], Job], schedule: Schedule, timeout: float
+    job: Callable[[int, str], Job], schedule: Schedule, timeout: float, parts: int
 ) -> list[Report]:
     """Start the workers as processes of this machine, and watch over them."""
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        packed = [pack(job(worker, rendezvous)) for worker in range(schedule.p)]
-        pool = Pool(schedule.p)
+        packed = [pack(job(w, rendezvous)) for w in range(schedule.p) for _ in range(parts)]
+        pool = Pool(len(packed))
         try:
             for control, parcel in zip(pool.controls, packed, strict=True):
                 control.send_bytes(parcel)
-            return Watch(pool, schedule, timeout).results()
+            return Watch(pool, schedule, timeout, parts).results()
         finally:
             pool.end()
 
@@ -287,6 +297,18 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
         return "nccl", [f"cuda:{os.environ['LOCAL_RANK']}"] * p  # each machine counts its own
     backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
+
+
+def refuse_with_parts(schedule: Schedule, options: Options, state: State | None) -> None:
+    """ValueError for what does not go with tensor parallelism."""
+    for name, asked in (
+        ("memory=True", options.memory),
+        ("engine='torch'", options.engine != "pipeschool"),
+        ("torchrun", torchrun.active()),
+        ("train, which restores optimizers", state is not None),
+    ):
+        if asked:
+            raise ValueError(f"tensor_parallel does not go with {name} here")
 
 
 def link_of(options: Options) -> Link | None:

@@ -18,6 +18,7 @@ from pipeschool.run.clock import Clock, Mark, now
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
+from pipeschool.run.tensor import parallelize
 from pipeschool.run.transport import Packed, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
@@ -246,22 +247,27 @@ def warm_up(device: torch.device) -> None:
 def work(
     rank: int, job: Job, device: torch.device, board: MutableSequence[int]
 ) -> Report | Failure:
-    """Do the row of worker `rank`, once the process group is there.
+    """Do this process's row, once the process group is there. With tensor parallelism, several
+    processes are one worker.
 
     `board[rank]` always says which action of the row is under way.
     """
     warm_up(device)
-    torch.manual_seed(job.seed + rank)
+    number = rank // job.parts
+    torch.manual_seed(job.seed + number)
     if job.generator is not None:
         torch.set_rng_state(job.generator)
     for module in job.modules.values():
         module.to(device)
+    if job.parts > 1:
+        parallelize(job.modules, job.schedule.p, job.parts, job.plan, device)
     if job.engine != "pipeschool":
         from pipeschool.run import torch_engine
 
         return torch_engine.work(rank, job, device, board)
-    worker = Worker(rank, job, Transport(rank, job.schedule, device, job.backend))
-    row = job.schedule.workers[rank]
+    transport = Transport(number, job.schedule, device, job.backend, rank % job.parts, job.parts)
+    worker = Worker(number, job, transport)
+    row = job.schedule.workers[number]
     dist.barrier()
     worker.clock.start()
     with worker.meter.live if worker.meter else nullcontext():
