@@ -248,6 +248,29 @@ def test_a_cap_that_no_cut_keeps() -> None:
         tune_microbatches("1f1b", list(model), batch, cap=10, repeats=1)
 
 
+def test_a_cap_is_checked_against_predicted_and_counted_bytes() -> None:
+    """GPipe holds the whole batch whatever m is, but what a backward needs shrinks with m; so do
+    1F1B's activations. The cap lies between what m = 16 and what m = 1 need."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    stages = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+    batch = torch.randn(64, 8), torch.randn(64, 8)
+    peaks = {}
+    for m in (1, 64):
+        done = ps.run(ps.one_f_one_b(2, m), stages, [batch], memory=True)
+        peaks[m] = max(done.trace.peak_bytes)
+    assert peaks[64] < peaks[1]
+    cap = (peaks[1] + peaks[64]) / 2
+    found = tune_microbatches("1f1b", stages, batch, start=2, cap=cap, repeats=1, limit=4)
+    assert 0 < found.best.memory <= cap
+    assert any(probe.throughput is None for probe in found.probes)
+    for probe in found.probes:
+        assert (probe.memory > cap) == (probe.throughput is None) == (probe.why != "")
+    m = found.best.value
+    counted = ps.run(ps.one_f_one_b(2, m), stages, [batch], memory=True).trace.peak_bytes
+    assert found.best.memory == max(counted)
+
+
 def test_workers() -> None:
     """A stage costs 10 ms, and 0.05 ms per sample and layer, and twice that backward."""
     model, batch = line(4)
