@@ -300,6 +300,42 @@ def test_pace_must_be_a_function() -> None:
         tune_microbatches("1f1b", list(model), batch, pace=(0.01, 0.02))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"start": 0}, "start must be at least 1, not 0"),
+        ({"repeats": 0}, "repeats must be at least 1, not 0"),
+        ({"p": 3}, "one_f_one_b has 3 stages, so it needs as many modules, not 2"),
+    ],
+)
+def test_wrong_numbers_for_a_real_run(arguments: dict[str, int], says: str) -> None:
+    model, batch = line(2)
+    with pytest.raises(ValueError) as raised:
+        tune_microbatches("1f1b", list(model), batch, **arguments)  # type: ignore[arg-type]
+    assert str(raised.value) == says
+
+
+def test_no_worker_is_no_pipeline() -> None:
+    model, batch = line(2)
+    with pytest.raises(ValueError, match="most must be at least 1, not 0"):
+        tune_workers("1f1b", model, batch, most=0)
+
+
+def test_only_what_a_schedule_can_do_is_tried() -> None:
+    """Interleaved 1F1B wants m to be a multiple of p."""
+    model, batch = line(4)
+    found = tune_microbatches(
+        lambda p, m, batches: ps.interleaved_1f1b(p=p, m=m, v=2, batches=batches),
+        list(model),
+        batch,
+        p=2,
+        repeats=1,
+        limit=3,
+    )
+    assert found.runs >= 2
+    assert all(probe.value % 2 == 0 for probe in found.probes)
+
+
 def test_a_schedule_that_refuses_every_m() -> None:
     model, batch = line(2)
     with pytest.raises(ValueError, match="there is no schedule 'zigzag'"):

@@ -286,7 +286,7 @@ def tune_microbatches(
 
     return tune(
         measure,
-        start or 4 * p,
+        4 * p if start is None else start,
         samples,
         candidates=_buildable(make, even_cuts(samples)),
         cap=cap,
@@ -317,7 +317,7 @@ def tune_workers(
     """
     from pipeschool.partition import split_layers
 
-    high = min(whole_number("most", most or len(model)), len(model))
+    high = min(len(model) if most is None else whole_number("most", most), len(model))
     inner: dict[int, Tuning] = {}
 
     def measure(p: int) -> tuple[float, float]:
