@@ -33,6 +33,8 @@ FLOORS = {
     "text": 3,
     "optimal": 4,
     "draw": 4,
+    "tune": 4,
+    "stability": 4,
     "bench": 5,
     "bench_report": 6,
     "course_data": 5,
