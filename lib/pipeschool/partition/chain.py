@@ -90,11 +90,12 @@ def refuse_shared(layers: Sequence[nn.Module], ranges: Sequence[range]) -> None:
 
 
 def shared_parameters(layers: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The numbers of the layers that share a parameter, by its name in the first of them."""
+    """The numbers of the layers that share a parameter to train, by its name in the model."""
     holders: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            holders[id(parameter)].append((index, name))
+            if parameter.requires_grad:  # one that stays as it is may be in several places
+                holders[id(parameter)].append((index, name))
     return {
         f"{found[0][0]}.{found[0][1]}": tuple(index for index, _ in found)
         for found in holders.values()
@@ -139,8 +140,8 @@ def profile_layers(
 
 
 def _known(layers: Sequence[nn.Module], index: int) -> float:
-    """The share of a layer's parameters, in bytes, that layers before it have as well."""
-    before = {id(p) for layer in layers[:index] for p in layer.parameters()}
+    """The share of a layer's parameters, in bytes, that it has from layers before it."""
+    before = {id(p) for layer in layers[:index] for p in layer.parameters() if p.requires_grad}
     sizes = {id(p): p.numel() * p.element_size() for p in layers[index].parameters()}
     total = sum(sizes.values())
     return sum(sizes[i] for i in sizes.keys() & before) / total if total else 0.0

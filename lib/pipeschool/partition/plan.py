@@ -109,7 +109,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.p} stages on {self.workers} workers, predicted: {self.bottleneck:.4g} s per "
+            f"stages: {self.p}, workers: {self.workers}, predicted: {self.bottleneck:.4g} s per "
             f"microbatch, {self.throughput:.4g} microbatches/s"
         ]
         for s, (layers, workers) in enumerate(zip(self.ranges, self.replicas, strict=True)):
