@@ -78,8 +78,8 @@ def straight(
     speed: Sequence[int],
     bandwidth: int | None = None,
     cap: int | None = None,
-    held: Callable[[int], int] = lambda s: 1,
-    versions: Callable[[int], int] = lambda s: 1,
+    held: Sequence[int] = (1,) * 4,
+    versions: Sequence[int] = (1,) * 4,
     groups: Sequence[Sequence[int]] = (),
 ) -> Way | None:
     """One worker per stage; held and versions: microbatches and weights that worker s has."""
@@ -87,11 +87,11 @@ def straight(
     def stage(first: int, end: int, _: int, worker: int) -> Fraction | None:
         own = layers[first:end]
         size = sum(
-            x["parameter_bytes"] * versions(worker) + x["gradient_bytes"] + x["optimizer_bytes"]
+            x["parameter_bytes"] * versions[worker] + x["gradient_bytes"] + x["optimizer_bytes"]
             for x in own
         )
-        size += held(worker) * sum(x["activation_bytes"] for x in own)
-        size += held(worker) * layers[first - 1]["output_bytes"] * (first > 0)
+        size += held[worker] * sum(x["activation_bytes"] for x in own)
+        size += held[worker] * layers[first - 1]["output_bytes"] * (first > 0)
         size += max(x["working_bytes"] for x in own)
         if cap is not None and size > cap:
             return None
@@ -200,9 +200,8 @@ def test_balanced_under_a_memory_cap_equals_brute_force(n, p, name, held, versio
         m = rng.randint(1, 6)
         everything = p * m * sum(sum(layer.values()) for layer in layers)
         cap = int(everything * rng.random() ** 3)
-        way = straight(
-            layers, p, [1] * p, None, cap, lambda s: held(s, p, m), lambda s: versions(s, p, m)
-        )
+        counts = [[of(s, p, m) for s in range(p)] for of in (held, versions)]
+        way = straight(layers, p, [1] * p, None, cap, *counts)
         if way is None:
             with pytest.raises(ValueError, match=f"keeps to memory_cap={cap} with {name}"):
                 balanced(profile_of(layers), p, memory_cap=cap, m=m, schedule=name)
