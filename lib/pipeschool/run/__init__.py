@@ -148,8 +148,8 @@ def profile(
     whole_number("m", m)
     whole_number("rounds", rounds)
     return measure(
-        stages, batch, m, loss or torch.nn.functional.mse_loss, optimizer, recompute, rounds
-    )
+        stages, batch, m, loss or torch.nn.functional.mse_loss, optimizer, rounds, recompute
+    ).cost
 
 
 def options_of(

@@ -271,7 +271,7 @@ def fit_batches(
 
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
-    """One module per stage, each a module."""
+    """One module per stage, each a module with weights of its own."""
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
     if len(stages) != schedule.stages:
@@ -282,6 +282,16 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} must be a torch.nn.Module, not {type(stage).__name__}")
+    holders: dict[int, int] = {}
+    for index, stage in enumerate(stages if schedule.trains else ()):
+        for name, parameter in stage.named_parameters():
+            other = holders.setdefault(id(parameter), index)
+            if parameter.requires_grad and other != index:
+                raise ValueError(
+                    f"stages {other} and {index} share the parameter {name}, but each stage trains "
+                    "its own weights: put the layers that share it on one stage, or give each a "
+                    "parameter of its own"
+                )
 
 
 def choose_device(device: str, p: int) -> tuple[str, list[str]]:
