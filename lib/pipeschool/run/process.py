@@ -43,9 +43,12 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
         if name := loopback():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
-            job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
+            job.backend,
+            init_method=job.rendezvous,
+            rank=rank,
+            world_size=job.schedule.p * job.parts,
         )
-        row = job.schedule.workers[rank]
+        row = job.schedule.workers[rank // job.parts]
         answer = work(rank, job, device, board)
     except BaseException as error:
         answer = failure(row[board[rank]] if 0 <= board[rank] < len(row) else None, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, MutableSequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,11 +13,12 @@ import torch._dynamo  # optimizers import it at their first step; a forked worke
 import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
-from pipeschool.lower import outgoing
-from pipeschool.run.clock import Clock, Mark
+from pipeschool.lower import outgoing, peer_of
+from pipeschool.run.clock import Clock, Mark, now
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
+from pipeschool.run.tensor import parallelize
 from pipeschool.run.transport import Packed, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
@@ -49,6 +51,7 @@ class Worker:
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
         self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
+        self.link_free: defaultdict[int, float] = defaultdict(float)  # peer -> end of last message
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -67,7 +70,8 @@ class Worker:
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
-                self.transport.send(action, message, self.ready or time.perf_counter())
+                done = self.ready if self.job.pace else now()
+                self.transport.send(action, message, self.arrival(action, message, done))
                 size = message.bytes
             case "RECV_F" | "RECV_B":
                 arrived = self.transport.receive(action)
@@ -75,6 +79,8 @@ class Worker:
                 if self.meter:  # another thread took them in
                     self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
+                if self.job.link:
+                    sleep_until(arrived.left)
         end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
             seconds = self.job.pace[action.kind][action.stage]
@@ -177,12 +183,22 @@ class Worker:
         clock starts in time.
         """
         begin = self.ready or start
-        done = time.perf_counter()
+        done = now()
         until = begin + seconds
-        while (left := until - time.perf_counter()) > 0:
-            time.sleep(left)
+        sleep_until(until)
         self.ready = max(until, done)
         return begin, self.ready
+
+    def arrival(self, send: Action, message: Packed, done: float) -> float:
+        """When what is `done` now counts as there: at once, or when the declared link would have
+        brought it. A message waits until its link has brought those before it."""
+        if self.job.link is None:
+            return done
+        latency, bandwidth = self.job.link
+        peer = peer_of(send, self.job.schedule)
+        left = max(done, self.link_free[peer]) + message.bytes / bandwidth
+        self.link_free[peer] = left
+        return left + latency
 
     def refuse_nan(self, action: Action, tensors: Tensors) -> None:
         """Where the caller asked for it: stop at the first number that is none."""
@@ -208,6 +224,12 @@ class Worker:
         return self.report
 
 
+def sleep_until(moment: float) -> None:
+    """Do nothing until `now` says `moment`."""
+    while (left := moment - now()) > 0:
+        time.sleep(left)
+
+
 def warm_up(device: torch.device) -> None:
     """One tiny microbatch there and back, so that the first action does not pay for torch's start
     and for the first touch of memory that a forked process shares."""
@@ -225,22 +247,27 @@ def warm_up(device: torch.device) -> None:
 def work(
     rank: int, job: Job, device: torch.device, board: MutableSequence[int]
 ) -> Report | Failure:
-    """Do the row of worker `rank`, once the process group is there.
+    """Do this process's row, once the process group is there. With tensor parallelism, several
+    processes are one worker.
 
     `board[rank]` always says which action of the row is under way.
     """
     warm_up(device)
-    torch.manual_seed(job.seed + rank)
+    number = rank // job.parts
+    torch.manual_seed(job.seed + number)
     if job.generator is not None:
         torch.set_rng_state(job.generator)
     for module in job.modules.values():
         module.to(device)
+    if job.parts > 1:
+        parallelize(job.modules, job.schedule.p, job.parts, job.plan, device)
     if job.engine != "pipeschool":
         from pipeschool.run import torch_engine
 
         return torch_engine.work(rank, job, device, board)
-    worker = Worker(rank, job, Transport(rank, job.schedule, device, job.backend))
-    row = job.schedule.workers[rank]
+    transport = Transport(number, job.schedule, device, job.backend, rank % job.parts, job.parts)
+    worker = Worker(number, job, transport)
+    row = job.schedule.workers[number]
     dist.barrier()
     worker.clock.start()
     with worker.meter.live if worker.meter else nullcontext():
