@@ -33,6 +33,7 @@ def adam(parameters):
         (ps.gpipe(4, 4), [(0, 1), (0, 3)]),  # three copies
         (ps.zb_v(2, 4), [(0, 3)]),  # both on worker 0
         (ps.interleaved_1f1b(2, 4, v=2), [(0, 3)]),
+        (ps.zb_v(2, 4), [(0, 2), (1, 3)]),  # two between the same workers
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )

@@ -51,7 +51,7 @@ class Worker:
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
         self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
-        self.tied = [0] * len(job.ties)  # updates of each parameter that stages share
+        self.tied = 0  # updates for which the parameters that stages share have been summed
         self.link_free: defaultdict[int, float] = defaultdict(float)  # peer -> end of last message
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
@@ -158,13 +158,15 @@ class Worker:
         return version
 
     def sum_ties(self, update: Action) -> None:
-        """Before the first update here of a parameter that stages share: its gradients, summed."""
+        """Before the first update of a batch here: the gradients of all parameters that stages
+        share, summed. Every worker takes them in the same order, so nobody waits in a circle."""
+        if self.tied > update.microbatch:
+            return
+        self.tied += 1
         for number, tie in enumerate(self.job.ties):
             here = [(self.stages[s].weights, name) for s, name in tie if s in self.stages]
-            mine = any(stage == update.stage for stage, _ in tie)
-            if not mine or self.tied[number] > update.microbatch:
+            if not here:
                 continue
-            self.tied[number] += 1
             total = torch.zeros_like(here[0][0].current[here[0][1]])
             for weights, name in here:
                 total += weights.gradients.get(name, 0.0)
