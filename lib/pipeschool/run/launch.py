@@ -114,7 +114,7 @@ def launch(
     check_stages(schedule, stages)
     parts = options.tensor_parallel
     ties = ties_of(stages) if schedule.trains else []
-    given = ready_for_ties(check(schedule), ties, parts, options.engine)
+    given = ready_for_ties(check(schedule), ties, options)
     schedule = check(lower(given))
     processes = schedule.p * options.tensor_parallel
     if processes > MOST_WORKERS and not torchrun.active():

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pipeschool.actions import Action, Schedule
+
+if TYPE_CHECKING:
+    from pipeschool.run.launch import Options
 
 Tie = tuple[tuple[int, str], ...]  # (stage, name there) of every copy of a parameter
 
@@ -27,7 +31,7 @@ def ties_of(stages: Sequence[nn.Module]) -> list[Tie]:
     return [tuple(found.items()) for found in holders.values() if len(found) > 1]
 
 
-def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], parts: int, engine: str) -> Schedule:
+def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], options: Options) -> Schedule:
     """`schedule` with the updates of a batch after its last action, where workers meet for them: so
     nobody waits for a gradient that is still to come from the one who waits. ValueError where ties
     do not work."""
@@ -38,8 +42,9 @@ def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], parts: int, engine: 
     for why, so in (
         ("needs an update in which all its gradients meet", not schedule.synchronous),
         ("does not go with several workers per stage", bool(schedule.replicas)),
-        ("does not go with tensor_parallel", parts > 1),
-        ("does not go with engine='torch'", engine != "pipeschool"),
+        ("does not go with tensor_parallel", options.tensor_parallel > 1),
+        ("does not go with engine='torch'", options.engine != "pipeschool"),
+        ("does not go with clip_norm, which is each stage's own", bool(options.update.clip_norm)),
     ):
         if so:
             raise ValueError(
@@ -56,7 +61,7 @@ def updates_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
         def place(action: Action) -> tuple[int, bool, int]:
             update = action.kind == "U"
-            batch = action.microbatch if update else action.microbatch // schedule.m
+            batch = action.microbatch if update else action.microbatch // schedule.updates_every
             return batch, update, action.stage if update else 0
 
         rows.append(tuple(sorted(row, key=place)))
