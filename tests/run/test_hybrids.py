@@ -33,6 +33,35 @@ def test_data_times_pipeline_equals_one_process_bit_by_bit(schedule):
     assert len(result.losses) == 3 * schedule.m
 
 
+class OneWayOrTheOther(nn.Module):
+    """Two layers of one shape; which of them a microbatch meets is up to its first number."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive = nn.Linear(6, 6).double()
+        self.negative = nn.Linear(6, 6).double()
+        self.unused = nn.Linear(6, 6).double()
+
+    def forward(self, x):
+        return self.positive(x) if x[0, 0] > 0 else self.negative(x)
+
+
+def test_workers_whose_microbatches_met_different_layers_sum_what_belongs_together():
+    torch.manual_seed(0)
+    stage = OneWayOrTheOther()
+    x, y = batch(4)
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])  # worker 0 positive, worker 1 negative
+    schedule = ps.replicate(ps.gpipe(1, 2), 2)
+    result = ps.run(schedule, [stage], [(x, y)])
+    assert set(result.gradients[0]) == {
+        f"{a}.{b}" for a in ("positive", "negative") for b in ("weight", "bias")
+    }
+    loss = sum(nn.functional.mse_loss(stage(x[k : k + 1]), y[k : k + 1]) for k in range(4)) / 4
+    loss.backward()
+    for name, gradient in result.gradients[0].items():
+        torch.testing.assert_close(gradient, stage.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
 def test_two_by_two_trains_to_the_weights_of_one_process():
     """Float32, plain torch, the whole batch at once."""
     stages = [stage.float() for stage in linear_stages(2)]

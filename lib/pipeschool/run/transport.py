@@ -189,11 +189,22 @@ class Transport:
         )
         return message._replace(tensors=tensors)
 
-    def sum_over_replicas(self, stage: int, gradients: dict[str, Tensor]) -> None:
-        """Add to `gradients` those of the other workers that take turns at `stage`, if any do."""
-        group = self.replicas.get(stage)
-        for name in sorted(gradients) if group else ():
-            guarded(dist.all_reduce, local(gradients[name]), dist.ReduceOp.SUM, group)
+    def sum_over_replicas(
+        self, stage: int, gradients: dict[str, Tensor], parameters: dict[str, Tensor]
+    ) -> None:
+        """Add to `gradients` those of the other workers that take turns at `stage`, if any do.
+
+        Not all of its `parameters` need have one on every worker: a layer may have sent the
+        microbatches of one another way than those of the others.
+        """
+        if not (group := self.replicas.get(stage)):
+            return
+        owners = torch.tensor([int(name in gradients) for name in parameters], device=self.wire)
+        guarded(dist.all_reduce, owners, dist.ReduceOp.SUM, group)
+        for (name, parameter), count in zip(parameters.items(), owners.tolist(), strict=True):
+            if count:
+                gradient = gradients.setdefault(name, torch.zeros_like(parameter))
+                guarded(dist.all_reduce, local(gradient), dist.ReduceOp.SUM, group)
 
     def meet_for(self, ties: Sequence[Tie]) -> None:
         """Make a group for the workers of each of `ties`: all workers do, in the same order."""
