@@ -63,7 +63,20 @@ def frozen_first() -> nn.Module:
     return model
 
 
+class TwiceInOneStep(nn.Module):
+    """One operation that uses its weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = torch.addmm(self.weight, x.new_ones(8, 8) * x[:1], self.weight)
+        return x @ square
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a weight twice in one step": TwiceInOneStep,
     "layers": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]),
     "one layer": lambda: nn.Linear(8, 8),
     "no bias": lambda: nn.Linear(8, 8, bias=False),

@@ -158,7 +158,11 @@ def branches(
 ) -> dict[Node, list[GradientEdge]]:
     """The nodes `on_way` that also lead off it, to `weights`, each with its edges that do."""
     towards = leading_to(roots, weights) - on_way
-    found = {node: [e for e in edges_of(node) if e.node in towards] for node in on_way}
+    # Each edge once, though `torch.addmm(w, x, w)` has two to the same weight: autograd gives
+    # their sum for either.
+    found = {
+        node: list(dict.fromkeys(e for e in edges_of(node) if e.node in towards)) for node in on_way
+    }
     return {node: edges for node, edges in found.items() if edges}
 
 
