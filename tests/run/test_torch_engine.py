@@ -220,6 +220,8 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
     refused("has no nan_check: leave it out", nan_check=True)
     refused("has no recompute", recompute=[False, True])
     refused("has no memory", memory=True)
+    refused("has no declared latency or bandwidth", latency=0.1)
+    refused("has no declared latency or bandwidth", bandwidth=1e6)
     refused(r"m=2 must divide .* \(\(2, 6\) float32\) and \(\(1, 6\) float32\)", data=[batch(3)])
     refused("all microbatches alike", data=[batch(4), batch(6)])
     x, y = batch(4)

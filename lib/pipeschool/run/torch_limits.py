@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ def refuse(
         given = getattr(options, name)
         if given if isinstance(given, bool) else any(given):
             raise ValueError(f"engine='torch' has no {name}: leave it out")
+    if options.latency > 0 or options.bandwidth < math.inf:
+        raise ValueError("engine='torch' has no declared latency or bandwidth: leave them out")
     if not all(isinstance(target, Tensor) for target in targets):
         raise ValueError("engine='torch' needs targets that are one tensor, not several")
     for name, pieces in (("inputs", inputs), ("targets", targets)):
