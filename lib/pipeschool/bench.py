@@ -28,6 +28,7 @@ from tqdm import tqdm
 from pipeschool import draw
 from pipeschool.actions import whole_number
 from pipeschool.run import options_of
+from pipeschool.run.clock import now, sleep_until
 from pipeschool.run.launch import Result, launch
 from pipeschool.schedules import build
 from pipeschool.simulate import simulate
@@ -200,13 +201,13 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, between two marks that the backward passes first and last."""
-        until = time.perf_counter() + self.forward_seconds
+        until = now() + self.forward_seconds
         over: list[float] = []  # when the backward will be
         if not x.requires_grad:  # on the first stage; without this its backward would end before
             x = x.detach().requires_grad_()
         x = InBackward.apply(x, lambda: sleep_until(over.pop()))
         y: Tensor = InBackward.apply(
-            self.layer(x), lambda: over.append(time.perf_counter() + self.backward_seconds)
+            self.layer(x), lambda: over.append(now() + self.backward_seconds)
         )
         sleep_until(until)
         return y
@@ -226,11 +227,6 @@ class InBackward(torch.autograd.Function):
         """The gradient as it came."""
         ctx.call()
         return gradients[0], None
-
-
-def sleep_until(moment: float) -> None:
-    """Sleep until `time.perf_counter` says `moment`."""
-    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def batch_seconds(trace: Trace) -> float:

@@ -25,6 +25,12 @@ def now() -> float:
     return time.perf_counter() + offset
 
 
+def sleep_until(moment: float) -> None:
+    """Do nothing until `now` says `moment`."""
+    while (left := moment - now()) > 0:
+        time.sleep(left)
+
+
 def agree_on_time() -> None:
     """Let all processes of the default group tell the time of worker 0. As on the internet: of many
     questions, the one answered fastest says best what time it was in the middle of it."""
@@ -35,7 +41,7 @@ def agree_on_time() -> None:
     offset = 0.0
     time_there = torch.zeros(1, dtype=torch.float64)
     for other, machine in enumerate(machines):
-        if machine[1] and machine[1] == machines[0][1]:
+        if machine == machines[0] or (machine[1] and machine[1] == machines[0][1]):
             continue  # the same machine, if perhaps under another name
         if dist.get_rank() == 0:
             for _ in range(PINGS):

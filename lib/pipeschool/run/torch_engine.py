@@ -14,7 +14,6 @@ import copy
 import itertools
 import logging
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
-from pipeschool.run.clock import Clock, Mark
+from pipeschool.run.clock import Clock, Mark, now, sleep_until
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.process import failure
 from pipeschool.run.stage import Tensors, checked_loss
@@ -208,9 +207,8 @@ class Row:
         end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
             until = self.clock.seconds(self.start) + self.job.pace[action.kind][action.stage]
-            while (left := until - time.perf_counter()) > 0:
-                time.sleep(left)
-            end = time.perf_counter()
+            sleep_until(until)
+            end = now()
         version = self.weights[action.stage].ledger.newest
         self.marks.append((action, self.start, end, version))
         self.under_way = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, MutableSequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
 from pipeschool.lower import outgoing, peer_of
-from pipeschool.run.clock import Clock, Mark, now
+from pipeschool.run.clock import Clock, Mark, now, sleep_until
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
@@ -241,12 +240,6 @@ class Worker:
         self.report.memory = self.meter.levels if self.meter else []
         self.report.generator = torch.get_rng_state()
         return self.report
-
-
-def sleep_until(moment: float) -> None:
-    """Do nothing until `now` says `moment`."""
-    while (left := moment - now()) > 0:
-        time.sleep(left)
 
 
 def warm_up(device: torch.device) -> None:
