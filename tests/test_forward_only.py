@@ -15,6 +15,9 @@ def test_the_bubble_is_that_of_a_training_pipeline(p, m):
     assert trace.makespan == 2 * (m + p - 1)
     assert trace.bubble_of_total == pytest.approx((p - 1) / (m + p - 1))
     assert trace.peak_activations == [1] * p
+    ps.check(schedule, memory_cap=1)
+    with pytest.raises(ps.IllegalSchedule, match="worker 0 holds the activations of 1 micro"):
+        ps.check(schedule, memory_cap=0.5)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])

@@ -452,6 +452,8 @@ def _check_memory(schedule: Schedule, cap: float) -> None:
                     worker,
                     action,
                 )
+            if not schedule.trains:
+                held = 0  # no backward follows: a forward keeps nothing beyond its own end
 
 
 def _first(row: Sequence[Action], kind: str, stage: int) -> Action:
