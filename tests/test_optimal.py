@@ -169,3 +169,10 @@ def test_the_solver_is_loaded_when_it_is_needed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_bound_that_floats_write_a_little_too_high_shuts_no_schedule_out():
+    cost = Cost(forward=0.11, backward=0.21)  # 2.24 s are 224.00000000000003 ticks of 0.01 s
+    found = ps.par(2, 3, placement="V", cost=cost)
+    assert (found.bound, found.proven) == (2.24, True)
+    assert ps.simulate(found.schedule, cost).makespan == pytest.approx(2.24)

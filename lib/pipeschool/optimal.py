@@ -70,9 +70,10 @@ def par(
         p, m, placement=placement, v=v, split=split, memory_cap=memory_cap, cost=cost, name=name
     )
     trace = simulate(best, cost)
-    bound = float(lower_bound(sizes))
+    least = lower_bound(sizes)
+    bound = float(least)
     if not math.isclose(trace.makespan, bound):
-        rows, proved = _Model(sizes, ticks, trace, bound).solve(seconds)
+        rows, proved = _Model(sizes, ticks, trace, least).solve(seconds)
         bound = max(bound, proved)
         if rows:
             best = Schedule.from_workers(lambda worker, p, m: rows[worker], p, m, name=name)
@@ -130,7 +131,7 @@ def _ticks_per_second(sizes: Problem) -> int:
 class _Model:
     """The problem as the solver sees it, in ticks. `known` is a schedule to start from."""
 
-    def __init__(self, sizes: Problem, ticks: int, known: Trace, bound: float) -> None:
+    def __init__(self, sizes: Problem, ticks: int, known: Trace, least: Fraction) -> None:
         from ortools.sat.python import cp_model  # slow to import, and most never need it
 
         self.solver, self.model = cp_model.CpSolver(), cp_model.CpModel()
@@ -148,7 +149,7 @@ class _Model:
         self._one_at_a_time()
         self._dependencies()
         self._memory()
-        self.makespan = self.model.new_int_var(math.ceil(bound * ticks), self.horizon, "makespan")
+        self.makespan = self.model.new_int_var(math.ceil(least * ticks), self.horizon, "makespan")
         self.model.add_max_equality(self.makespan, list(self.end.values()))
         self.model.minimize(self.makespan)
 
