@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pipeschool as ps
 import pytest
@@ -60,6 +61,22 @@ def test_workers_whose_microbatches_met_different_layers_sum_what_belongs_togeth
     loss.backward()
     for name, gradient in result.gradients[0].items():
         torch.testing.assert_close(gradient, stage.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
+class SleepsAtNegative(nn.Linear):
+    def forward(self, x):
+        if x[0, 0] < 0:
+            time.sleep(1000)
+        return super().forward(x)
+
+
+def test_who_holds_up_an_update_is_named_not_who_waits_there():
+    x, y = batch(4)
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    stage = SleepsAtNegative(6, 6, dtype=torch.float64)
+    with pytest.raises(ps.RunError, match=r"worker 1 is stuck at 0F1 ") as caught:
+        ps.run(ps.replicate(ps.gpipe(1, 2), 2), [stage], [(x, y)], timeout=1.0)
+    assert (caught.value.worker, caught.value.action) == (1, ps.F(0, 1))
 
 
 def test_two_by_two_trains_to_the_weights_of_one_process():

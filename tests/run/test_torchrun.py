@@ -153,6 +153,49 @@ def test_a_wrong_number_of_processes_is_one_sentence(tmp_path):
     assert all(message in output for output in outputs)
 
 
+TWO_COPIES = """
+import os, signal, sys
+import pipeschool as ps, torch
+
+class Stage(torch.nn.Linear):
+    def forward(self, x):
+        if len(sys.argv) > 1 and x[0, 0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+x = torch.ones(4, 4)
+x[1::2] = -1.0  # worker 1 gets these
+schedule = ps.replicate(ps.gpipe(1, 2), 2)  # no messages: the workers meet at the update
+for _ in range(6):
+    ps.run(schedule, [Stage(4, 4)], [(x, x)], device="cpu")
+    if os.environ["RANK"] == "0":
+        print("open:", len(os.listdir("/proc/self/fd")), flush=True)
+"""
+
+
+def two_copies(folder: Path, *arguments: str) -> str:
+    script = folder / "two_copies.py"
+    script.write_text(TWO_COPIES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    done = subprocess.run(
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count what is open")
+def test_a_run_closes_its_connections_though_its_process_lives_on(tmp_path):
+    counts = re.findall(r"open: (\d+)", two_copies(tmp_path))
+    assert len(counts) == 6
+    assert counts[-1] == counts[1]  # the first run may open what stays
+
+
+def test_a_worker_lost_where_all_sum_gradients_is_named(tmp_path):
+    (sentence,) = sentences(two_copies(tmp_path, "kill"))
+    assert re.match(r"worker 1 was lost.*: its process or its machine has gone, and worker 0", sentence)
+
+
 def namespaces() -> str:
     """Why two network namespaces cannot be had; empty where they can."""
     if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid() != 0:

@@ -39,7 +39,8 @@ from pipeschool.run.clock import agree_on_time
 from pipeschool.run.errors import Frame, RunError
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.process import failure
-from pipeschool.run.watch import BUSY_FACTOR, BUSY_SHARE
+from pipeschool.run.transport import end_groups
+from pipeschool.run.watch import BUSY_FACTOR, BUSY_SHARE, suspect
 from pipeschool.run.worker import work
 
 GRACE = 1.0  # seconds between the loss of a connection and the verdict
@@ -80,6 +81,7 @@ def take_part(jobs: Callable[[int], Job], schedule: Schedule, timeout: float) ->
         reports: list[Any] = [answer] * world
         if isinstance(answer, Report):
             dist.all_gather_object(reports, answer)
+            end_groups()
     except KeyboardInterrupt:
         if lookout.verdict is None:
             raise
@@ -199,10 +201,13 @@ class Lookout:
         named = {int(self.store.get(f"lost/{w}")): w for w in speakers}
         ended = [w for w in everybody if self.store.check([f"ended/{w}"])]
         silent = [w for w in everybody if w not in speakers and w not in ended]
-        lost = next((w for w in silent if w in named), min(named, default=-1))
-        noticed = f", and worker {named[lost]} noticed" if lost in named else ""
-        place = self._place(lost) if lost >= 0 else ""
-        message = f"worker {lost} was lost{place}: its process or its machine has gone{noticed}"
+        # In an all-reduce nobody knows whom he has lost; one silent among all is enough to tell.
+        known = [w for w in named if w >= 0]
+        lost = [w for w in silent if w in named] or (silent if len(silent) == 1 else known)
+        speaker = next((named[w] for w in lost if w in named), min(speakers, default=-1))
+        noticed = f", and worker {speaker} noticed" if speaker >= 0 else ""
+        who = f"worker {lost[0]} was lost{self._place(lost[0])}" if lost else "a worker was lost"
+        message = f"{who}: its process or its machine has gone{noticed}"
         return self._agree(message, own)
 
     def explain(self, error: Exception) -> RunError:
@@ -279,8 +284,7 @@ class Lookout:
         if still <= self.timeout * (BUSY_FACTOR if busy else 1):
             return None
         at = [self._action(w, place["at"]) for w, place in enumerate(places)]
-        waits = [a is None or a.kind in ("RECV_F", "RECV_B", "U") for a in at]
-        stuck = waits.index(False) if False in waits else 0
+        stuck = suspect(dict(enumerate(at)))
         action = at[stuck]
         where = action.describe() if action else "its start or end"
         message = (

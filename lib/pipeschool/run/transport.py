@@ -45,6 +45,9 @@ AHEAD = 64  # packets asked for ahead of time, per link
 NOTHING = -1  # stands for the dtype of a missing gradient
 
 
+made: list[Any] = []  # the process groups of the run under way
+
+
 class PeerLost(RuntimeError):
     """The other end of a message is gone; why is for the controller to find out."""
 
@@ -96,13 +99,13 @@ class Transport:
         self.wire = device if backend == "nccl" else torch.device("cpu")
         if self.wire != device:
             self.staging = torch.cuda.Stream(device)
-        self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": dist.new_group()}
+        self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": new_group()}
         # Per peer, oldest first: work handles with the buffers they read.
         self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
         # Of stages on several workers: groups are made by all workers, in the same order.
         groups = {
-            (stage, other): dist.new_group([w * parts + other for w in workers])
+            (stage, other): new_group([w * parts + other for w in workers])
             for stage, workers in enumerate(schedule.owners)
             if len(workers) > 1
             for other in range(parts)
@@ -211,7 +214,7 @@ class Transport:
         self.ties: list[Any] = []
         for tie in ties:
             workers = sorted({self.schedule.owner(stage, 0) for stage, _ in tie})
-            self.ties.append(dist.new_group(workers) if len(workers) > 1 else None)
+            self.ties.append(new_group(workers) if len(workers) > 1 else None)
 
     def sum_over_tie(self, number: int, gradient: Tensor) -> None:
         """Add to `gradient` that of the other workers that have this parameter."""
@@ -307,6 +310,18 @@ def inline_room() -> int:
 def size_of(shape: Shape | None) -> int:
     """Bytes of a tensor of that shape."""
     return 0 if shape is None else torch.Size(shape.dims).numel() * shape.dtype.itemsize
+
+
+def new_group(ranks: Sequence[int] | None = None) -> Any:
+    """A process group for this run: of all processes, or of these."""
+    made.append(dist.new_group(ranks))
+    return made[-1]
+
+
+def end_groups() -> None:
+    """Close the connections of a run that is over for everybody, where the process lives on."""
+    while made:
+        dist.destroy_process_group(made.pop())
 
 
 def guarded(call: Callable[..., Any], *args: Any) -> Any:

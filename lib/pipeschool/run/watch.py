@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 
 import psutil
@@ -130,8 +131,7 @@ class Watch:
 
     def _stalled(self) -> RunError:
         open_ = [w for w in range(len(self.rows)) if w not in self.reports]
-        stuck = [w for w in open_ if not self._waits(w)] or open_
-        worker = stuck[0]
+        worker = suspect({w: self._at(w) for w in open_})
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         message = (
@@ -176,6 +176,14 @@ class Watch:
             if self._waits(w, worker)
         ]
         return f" ({'; '.join(parts)})" if parts else ""
+
+
+def suspect(at: Mapping[int, Action | None]) -> int:
+    """Of workers that do not move, given what each is at, the one that holds up the others: one
+    that computes, otherwise one at an update, where workers may wait for each other, and last one
+    that waits for a message, or is at its start or end."""
+    waits = {"U": 1, "RECV_F": 2, "RECV_B": 2}
+    return min(at, key=lambda w: 2 if (action := at[w]) is None else waits.get(action.kind, 0))
 
 
 class Progress:
