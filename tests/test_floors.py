@@ -29,11 +29,11 @@ FLOORS = {
     "simulate": 3,
     "greedy": 3,
     "run": 3,
-    "partition": 3,
     "text": 3,
     "optimal": 4,
+    "partition": 4,
     "draw": 4,
-    "tune": 4,
+    "tune": 5,
     "stability": 4,
     "bench": 5,
     "bench_report": 6,
@@ -43,7 +43,7 @@ FLOORS = {
     "cli": 7,
     "publish": 7,
 }
-MAY_NEED_TORCH = {"run", "partition"}  # of floors 0 to 3
+MAY_NEED_TORCH = {"run"}  # of floors 0 to 3
 WITHOUT_TORCH = {name for name, floor in FLOORS.items() if floor <= 3} - MAY_NEED_TORCH
 HEAVY = {"torch", "numpy", "matplotlib"}
 

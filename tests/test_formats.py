@@ -61,11 +61,6 @@ def test_several_batches_with_flushes_cannot_be_written() -> None:
     assert to_csv(ps.pipedream(p=2, m=2, batches=2)) == to_csv(ps.pipedream(p=2, m=4))
 
 
-def test_two_copies_of_a_model_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="one copy of the model, but chimera trains 2"):
-        to_csv(ps.chimera(p=2, m=2))
-
-
 @pytest.mark.parametrize("name", ONE_COPY)
 @settings(max_examples=10, deadline=None)
 @given(**SIZES, lowered=st.booleans())

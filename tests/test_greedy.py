@@ -158,6 +158,12 @@ def test_forwards_first_would_fill_the_memory_with_what_cannot_go_on() -> None:
     ps.check(schedule, memory_cap=1)
 
 
+@pytest.mark.parametrize("chunks", [3, 4, 5, 7, 8, 10, 11])
+def test_a_cap_may_be_a_fraction_of_a_microbatch(chunks: int) -> None:
+    schedule = ps.greedy(2, 5, v=3, memory_cap=chunks / 3, priority="FBW")
+    assert max(ps.simulate(schedule).peak_activations) == chunks / 3
+
+
 @pytest.mark.parametrize("cap", [3, 4, 6])
 def test_more_memory_than_the_batch_needs_is_no_cap(cap: float) -> None:
     assert ps.greedy(3, 3, v=2, memory_cap=cap) == ps.greedy(3, 3, v=2)

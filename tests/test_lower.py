@@ -168,6 +168,7 @@ def test_helpers_agree_with_the_lowered_rows(schedule: Schedule) -> None:
             assert (found is None) == (handed is None)
             if found is None or handed is None:
                 continue
+            (handed,) = handed
             send, receive, link = found
             assert where[send] == link.source == worker
             assert where[receive] == link.target

@@ -116,6 +116,7 @@ def test_zb_h2_has_no_gap_from_2p_minus_1_microbatches_on() -> None:
     for p, m, trace in traces(ps.zb_h2):
         assert longest_worker(trace) - 3 * m == max(0, 2 * p - 1 - m)
         assert trace.makespan == 3 * m + max(p - 1, 2 * p - 2 - m // 2)
+        assert [row[0].start for row in trace.rows] == list(range(p))
         assert trace.peak_activations == [min(m, 2 * p - 1)] * p
 
 

@@ -7,6 +7,7 @@ Everything else in pipeschool reads these two: the simulator, the workers, the p
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -136,10 +137,11 @@ class Schedule:
 
     overlapped: pairs of a forward and a backward, next to each other in a row, that a device may do
         at the same time, as DualPipe has them; here the two are done in turn.
-    copies: how many copies of the model are trained together. The stages of the second follow
-        those of the first: with a model of 4 stages, stage 5 is another copy of stage 1.
-        Microbatches take turns: microbatch k goes through copy k % copies. An update sums the
-        gradients of all.
+    replicas: the workers of each stage, where some have several. They hold a copy of the stage
+        each and take turns: microbatch k is for number k % (how many there are). An update sums
+        the gradients of all.
+    chunks: stages into which a worker's share of one model is cut; where it is not given, as many
+        as there are stages per worker.
     """
 
     name: str
@@ -149,7 +151,8 @@ class Schedule:
     batches: int = 1
     weights: str | type = "flush"
     updates_every: int = 0  # 0 stands for m
-    copies: int = 1
+    replicas: tuple[tuple[int, ...], ...] = ()
+    chunks: int = 0
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -182,35 +185,44 @@ class Schedule:
         return 1 + max((action.stage for row in self.workers for action in row), default=-1)
 
     @property
-    def depth(self) -> int:
-        """Number of stages of one copy of the model."""
-        return self.stages // self.copies
-
-    @property
     def v(self) -> int:
         """Chunks per worker: stages into which its share of one model is cut.
 
         Where nothing trains, several stages of a worker are one and the same at different tokens.
         """
-        return max(1, self.depth // self.p) if self.trains else 1
+        return self.chunks or (max(1, self.stages // self.p) if self.trains else 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage."""
+        """The worker of each stage; the first, where several take turns."""
+        if self.replicas:
+            return tuple(workers[0] for workers in self.replicas)
         owner = {action.stage: w for w, row in enumerate(self.workers) for action in row}
         return tuple(owner.get(stage, -1) for stage in range(self.stages))
 
-    def microbatches_of(self, stage: int) -> range:
-        """The microbatches that go through `stage`: all, or those of its copy of the model."""
-        return range(stage // self.depth, self.microbatches, self.copies)
+    @cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each stage, one or several that take turns."""
+        return self.replicas or tuple((worker,) for worker in self.placement)
 
-    def neighbour(self, stage: int, step: int) -> int | None:
-        """The stage after (`step` 1) or before (-1) in its copy of the model; None at the end."""
-        return stage + step if 0 <= stage % self.depth + step < self.depth else None
+    @cached_property
+    def period(self) -> int:
+        """After how many microbatches all turns begin again; 1 where every stage has one worker."""
+        return math.lcm(*map(len, self.owners))
+
+    def owner(self, stage: int, microbatch: int) -> int:
+        """The worker that does `microbatch` on `stage`."""
+        workers = self.owners[stage]
+        return workers[microbatch % len(workers)]
+
+    def microbatches_of(self, stage: int, worker: int) -> range:
+        """The microbatches that `worker` does on `stage`, which it holds."""
+        workers = self.owners[stage]
+        return range(workers.index(worker), self.microbatches, len(workers))
 
     def stages_of(self, worker: int) -> list[int]:
         """The stages that `worker` holds, in order."""
-        return [stage for stage, owner in enumerate(self.placement) if owner == worker]
+        return [stage for stage, workers in enumerate(self.owners) if worker in workers]
 
     def repeat(self, batches: int) -> Schedule:
         """A synchronous schedule for `batches` batches: after each flush the same order again."""

@@ -28,12 +28,11 @@ from pipeschool.versions import ledgers
 
 MATCHING = ("in_order", "tag")
 
-NO_CROSSING = (None, None)
 _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
 
 KindAndStage = tuple[str, int]
 # What goes from worker to worker: F (activations) or B (gradients), the stage that needs it, and
-# the microbatch. U: a stage's sum of gradients for its other copy, and the number of the update.
+# the microbatch.
 Tensor = tuple[str, int, int]
 
 
@@ -59,7 +58,6 @@ def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tu
     if matching not in MATCHING:
         raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
     _check_placement(schedule)
-    _check_copies(schedule)
     _check_complete(schedule)
     if schedule.lowered:
         _check_messages(schedule)
@@ -79,13 +77,14 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
     cannot go on: a deadlock, or (``in_order``) a receive that would get somebody else's message.
     """
     rows = schedule.workers
-    gives, takes = _crossings(schedule)
-    crossings = {key: (takes.get(key), gives.get(key)) for key in (*takes, *gives)}
-    meet = schedule.copies > 1
+    crossings, period = _crossings(schedule), schedule.period
+    nothing = [NO_CROSSING] * period
+    meet = period > 1
     in_order = schedule.lowered and matching == "in_order"
     queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
     given: set[Tensor] = set()
     waiting: dict[Tensor, int] = {}  # what is missing -> the worker that waits for it
+    meetings: defaultdict[Action, list[int]] = defaultdict(list)  # update -> who has come to it
     position = [0] * len(rows)
     runnable = list(range(len(rows) - 1, -1, -1))
     while runnable:
@@ -94,15 +93,14 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
         for index in range(position[worker], len(row)):
             kind, stage, microbatch = action = row[index]
             if meet and kind == "U":
-                tensor, other = _sums(schedule, action)
-                given.add(tensor)
-                if tensor in waiting:
-                    runnable.append(waiting.pop(tensor))
-                if other not in given:
-                    waiting[other] = worker
+                here, due = meetings[action], len(schedule.owners[stage])
+                if worker not in here:
+                    here.append(worker)
+                    runnable += [w for w in here[:-1] if len(here) == due]
+                if len(here) < due:
                     position[worker] = index
                     break
-            take, give = crossings.get((kind, stage), NO_CROSSING)
+            take, give = crossings.get((kind, stage), nothing)[microbatch % period]
             if take:
                 letter, source = take
                 tensor = (letter, stage, microbatch)
@@ -121,35 +119,53 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                 if tensor in waiting:
                     runnable.append(waiting.pop(tensor))
             yield worker, action
-    if waiting:
-        raise _deadlock(schedule, position, {w: tensor for tensor, w in waiting.items()})
+    needs = {w: (_giver(schedule, t), _source(schedule, t)) for t, w in waiting.items()}
+    for update, here in meetings.items():
+        absent = [w for w in schedule.owners[update.stage] if w not in here]
+        needs |= {w: (update, absent[0]) for w in here if absent}
+    if needs:
+        raise _deadlock(schedule, position, needs)
 
 
-def _crossings(
-    schedule: Schedule,
-) -> tuple[dict[KindAndStage, tuple[str, int, int]], dict[KindAndStage, tuple[str, int]]]:
-    """For each (kind, stage): what it gives to another worker, as (letter, stage, worker), and
-    what it takes from one, as (letter, worker).
+Take = tuple[str, int]  # letter, and the worker that it comes from
+Give = tuple[str, int, int]  # letter, the stage that needs it, and the worker of that
+Crossing = tuple[Take | None, Give | None]
+NO_CROSSING: Crossing = (None, None)
+
+
+def _crossings(schedule: Schedule) -> dict[KindAndStage, list[Crossing]]:
+    """For each (kind, stage), by microbatch modulo `schedule.period`: what it takes from another
+    worker, and what it gives to one.
 
     Sends and receives do that in a lowered schedule, the compute itself in any other.
     """
-    gives, takes = {}, {}
-    for (kind, stage), (letter, neighbour, link) in handovers(schedule).items():
+    period = schedule.period
+    takes: dict[KindAndStage, list[Take | None]] = {}
+    gives: dict[KindAndStage, list[Give | None]] = {}
+    for (kind, stage), found in handovers(schedule).items():
+        letter = "F" if kind == "F" else "B"
+        neighbour = stage + (1 if kind == "F" else -1)
         giver, takers = kind, ["F"] if letter == "F" else ["B", "I"]
         if schedule.lowered:
             giver, takers = f"SEND_{letter}", [f"RECV_{letter}"]
-        gives[giver, stage] = (letter, neighbour, link.target)
+        gives[giver, stage] = [(letter, neighbour, h.link.target) if h else None for h in found]
         for taker in takers:
-            takes[taker, neighbour] = (letter, link.source)
-    return gives, takes
+            takes[taker, neighbour] = [(letter, h.link.source) if h else None for h in found]
+    nothing = [None] * period
+    return {
+        key: list(zip(takes.get(key, nothing), gives.get(key, nothing), strict=True))
+        for key in (*takes, *gives)
+    }
 
 
 def _check_placement(schedule: Schedule) -> None:
-    """Actions that exist, and every stage on one worker."""
+    """Actions that exist, and every stage on one worker, or on several that take turns."""
     if len(schedule.workers) != schedule.p:
         raise IllegalSchedule(
             f"{schedule.name} has rows for {len(schedule.workers)} workers, but p is {schedule.p}"
         )
+    if schedule.replicas:
+        _check_replicas(schedule)
     owner: dict[int, int] = {}
     for worker, row in enumerate(schedule.workers):
         if not row:
@@ -163,7 +179,7 @@ def _check_placement(schedule: Schedule) -> None:
                     worker,
                     action,
                 )
-            if owner.setdefault(stage, worker) != worker:
+            if owner.setdefault(stage, worker) != worker and not schedule.replicas:
                 action = _first(row, kind, stage)
                 raise IllegalSchedule(
                     f"worker {worker} lists {action.describe()}, but stage {stage} is on worker "
@@ -176,41 +192,38 @@ def _check_placement(schedule: Schedule) -> None:
             raise IllegalSchedule(f"stage {stage} is on no worker")
 
 
-def _check_copies(schedule: Schedule) -> None:
-    """Two copies of a model: each whole, on workers of its own, with every other microbatch."""
-    if schedule.copies not in (1, 2):
-        raise IllegalSchedule(f"copies must be 1 or 2, not {schedule.copies}")
-    if schedule.copies == 1:
-        return
-    if schedule.stages % 2 or schedule.updates_every % 2 or not schedule.synchronous:
+def _check_replicas(schedule: Schedule) -> None:
+    """Workers that take turns at a stage: those there are, each with its own microbatches."""
+    if len(schedule.replicas) != schedule.stages:
         raise IllegalSchedule(
-            f"{schedule.name} trains two copies of the model: it needs as many stages for each, an "
-            f"even number of microbatches and weights='flush', but has {schedule.stages} stages, "
-            f"{schedule.updates_every} microbatches and weights={schedule.weights!r}"
+            f"replicas must name the workers of each stage: {schedule.stages} stages, not "
+            f"{len(schedule.replicas)}"
         )
-    for stage in range(schedule.depth):
-        if schedule.placement[stage] == schedule.placement[stage + schedule.depth]:
+    for stage, workers in enumerate(schedule.replicas):
+        known = all(0 <= worker < schedule.p for worker in workers)
+        if not workers or not known or len(set(workers)) < len(workers):
             raise IllegalSchedule(
-                f"worker {schedule.placement[stage]} holds stage {stage} and its copy, stage "
-                f"{stage + schedule.depth}: they must be on different workers",
-                schedule.placement[stage],
+                f"stage {stage} has workers {workers}: it needs one or more different ones, "
+                f"numbered from 0 to {schedule.p - 1}"
+            )
+        if schedule.updates_every % len(workers):
+            raise IllegalSchedule(
+                f"an update takes the gradients of {schedule.updates_every} microbatches, which "
+                f"the {len(workers)} workers of stage {stage} cannot share equally"
             )
     for worker, row in enumerate(schedule.workers):
         for action in row:
-            copy = action.stage // schedule.depth
-            if action.kind != "U" and action.microbatch % 2 != copy:
+            workers = schedule.owners[action.stage]
+            if action.kind == "U" and worker in workers:
+                continue
+            due = schedule.owner(action.stage, action.microbatch)
+            if due != worker:
                 raise IllegalSchedule(
-                    f"worker {worker} does {action.describe()}, but stage {action.stage} is of "
-                    f"copy {copy}, which takes the {'odd' if copy else 'even'} microbatches",
+                    f"worker {worker} lists {action.describe()}, which is worker {due}'s: the "
+                    f"workers of stage {action.stage} are {', '.join(map(str, workers))}, in turn",
                     worker,
                     action,
                 )
-
-
-def _sums(schedule: Schedule, update: Action) -> tuple[Tensor, Tensor]:
-    """What an update gives to the other copy of its stage, and what it takes from there."""
-    other = (update.stage + schedule.depth) % schedule.stages
-    return ("U", update.stage, update.microbatch), ("U", other, update.microbatch)
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -234,13 +247,12 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_messages(schedule: Schedule) -> None:
     """Each message that is needed once, and no other."""
-    gives, takes = _crossings(schedule)
-    due = dict.fromkeys([*gives, *takes])
+    due = _crossings(schedule)
     for worker, row in enumerate(schedule.workers):
         counts = Counter(map(_KIND_AND_STAGE, row))
-        for kind, stage in due:
-            if schedule.placement[stage] == worker:
-                _check_all(schedule, worker, kind, stage, counts)
+        for (kind, stage), crossings in due.items():
+            if worker in schedule.owners[stage]:
+                _check_all(schedule, worker, kind, stage, counts, crossings)
         for kind, stage in counts:
             if kind in MESSAGE_KINDS and (kind, stage) not in due:
                 action = _first(row, kind, stage)
@@ -264,10 +276,17 @@ def _check_forward_only(worker: int, row: Sequence[Action]) -> None:
 
 
 def _check_all(
-    schedule: Schedule, worker: int, kind: str, stage: int, counts: Counter[KindAndStage]
+    schedule: Schedule,
+    worker: int,
+    kind: str,
+    stage: int,
+    counts: Counter[KindAndStage],
+    crossings: Sequence[Crossing] = (),
 ) -> None:
-    """`kind` on `stage` is there for every microbatch."""
-    microbatches = schedule.microbatches_of(stage)
+    """`kind` on `stage` is there for every microbatch; of `crossings`, for each that there is."""
+    microbatches: Sequence[int] = schedule.microbatches_of(stage, worker)
+    if schedule.period > 1 and crossings:
+        microbatches = [k for k in microbatches if any(crossings[k % schedule.period])]
     if counts[kind, stage] != len(microbatches):
         listed = set(schedule.workers[worker])
         every = (Action(kind, stage, k) for k in microbatches)
@@ -294,7 +313,7 @@ def _check_distinct(schedule: Schedule, worker: int, row: Sequence[Action]) -> N
 def _check_halves(schedule: Schedule, worker: int, stage: int) -> None:
     """Where some backwards are split: each is there whole or in both halves, not in between."""
     listed = set(schedule.workers[worker])
-    for k in schedule.microbatches_of(stage):
+    for k in schedule.microbatches_of(stage, worker):
         whole, *halves = (Action(kind, stage, k) for kind in ("B", "I", "W"))
         if whole in listed:
             for half in halves:
@@ -309,33 +328,42 @@ def _check_halves(schedule: Schedule, worker: int, stage: int) -> None:
                 raise _never(worker, half)
 
 
-def _needs_from_own_row(schedule: Schedule) -> dict[KindAndStage, list[KindAndStage]]:
-    """For each (kind, stage): the (kind, stage) of the same microbatch that must stand before it
-    in its own row. The input half of a split backward counts as B here."""
-    needs: dict[KindAndStage, list[KindAndStage]] = {}
-    stages = range(schedule.stages)
+def _needs_from_own_row(schedule: Schedule) -> dict[KindAndStage, list[list[KindAndStage]]]:
+    """For each (kind, stage), by microbatch modulo `schedule.period`: the (kind, stage) of the same
+    microbatch that must stand before it in its own row. The input half of a split backward counts
+    as B here."""
+    stages, period = range(schedule.stages), range(schedule.period)
+    needs: dict[KindAndStage, list[list[KindAndStage]]] = {}
     for stage in stages:
         for kind, first in (("B", "F"), ("I", "F"), ("W", "I"), ("SEND_F", "F"), ("SEND_B", "B")):
-            needs[kind, stage] = [(first, stage)]
-        for kind, letter, step in (("F", "F", -1), ("B", "B", 1), ("I", "B", 1)):
-            neighbour = schedule.neighbour(stage, step)
-            if neighbour is None:
+            needs[kind, stage] = [[(first, stage)] for _ in period]
+        for kind, letter, neighbour in (
+            ("F", "F", stage - 1),
+            ("B", "B", stage + 1),
+            ("I", "B", stage + 1),
+        ):
+            if neighbour not in stages:
                 continue
-            if schedule.placement[neighbour] == schedule.placement[stage]:
-                needs.setdefault((kind, stage), []).append((letter, neighbour))
-            elif schedule.lowered:
-                needs.setdefault((kind, stage), []).append((f"RECV_{letter}", stage))
+            for k, list_of_needs in zip(
+                period, needs.setdefault((kind, stage), [[] for _ in period]), strict=True
+            ):
+                if schedule.owner(neighbour, k) == schedule.owner(stage, k):
+                    list_of_needs.append((letter, neighbour))
+                elif schedule.lowered:
+                    list_of_needs.append((f"RECV_{letter}", stage))
     return needs
 
 
 def _check_row(
-    worker: int, row: Sequence[Action], needs: dict[KindAndStage, list[KindAndStage]]
+    worker: int, row: Sequence[Action], needs: dict[KindAndStage, list[list[KindAndStage]]]
 ) -> None:
     """Each action of a row comes after what it needs from that row."""
     done: set[tuple[str, int, int]] = set()
+    period = len(next(iter(needs.values())))
+    nothing: list[list[KindAndStage]] = [[] for _ in range(period)]
     for action in row:
         kind, stage, microbatch = action
-        for first, where in needs.get((kind, stage), ()):
+        for first, where in needs.get((kind, stage), nothing)[microbatch % period]:
             if (first, where, microbatch) not in done:
                 half = Action("I", where, microbatch)
                 need = half if first == "B" and half in row else Action(first, where, microbatch)
@@ -356,8 +384,8 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
     that is the flush.
     """
     every = schedule.updates_every
-    size = every // schedule.copies
     stages = schedule.stages_of(worker)
+    sizes = {stage: every // len(schedule.owners[stage]) for stage in stages}
     updates = dict.fromkeys(stages, 0)
     gradients = dict.fromkeys(stages, 0)
     # What is beyond this number must wait for the next update.
@@ -372,10 +400,10 @@ def _check_updates(schedule: Schedule, worker: int, row: Sequence[Action]) -> No
                     worker,
                     action,
                 )
-            if gradients[stage] != size:
+            if gradients[stage] != sizes[stage]:
                 raise IllegalSchedule(
                     f"worker {worker} does {action.describe()} with the gradients of "
-                    f"{gradients[stage]} microbatches, but an update takes those of {size}",
+                    f"{gradients[stage]} microbatches, but an update takes those of {sizes[stage]}",
                     worker,
                     action,
                 )
@@ -407,7 +435,7 @@ def _check_versions(schedule: Schedule) -> None:
             if action.is_message:
                 continue
             try:
-                stage_ledgers[action.stage].note(action)
+                stage_ledgers[worker][action.stage].note(action)
             except IllegalSchedule as error:
                 raise IllegalSchedule(f"worker {worker}: {error}", worker, action) from None
 
@@ -434,16 +462,20 @@ def _never(worker: int, action: Action) -> IllegalSchedule:
     return IllegalSchedule(f"worker {worker} never does {action.describe()}", worker, action)
 
 
+def _source(schedule: Schedule, tensor: Tensor) -> int:
+    """The worker that gives `tensor` to its stage."""
+    letter, stage, microbatch = tensor
+    return schedule.owner(stage - 1 if letter == "F" else stage + 1, microbatch)
+
+
 def _giver(schedule: Schedule, tensor: Tensor) -> Action:
     """The action that gives `tensor` to its stage."""
     letter, stage, microbatch = tensor
-    if letter == "U":
-        return Action(*tensor)
     source = stage - 1 if letter == "F" else stage + 1
     if schedule.lowered:
         return Action(f"SEND_{letter}", source, microbatch)
     half = Action("I", source, microbatch)
-    split = letter == "B" and half in schedule.workers[schedule.placement[source]]
+    split = letter == "B" and half in schedule.workers[_source(schedule, tensor)]
     return half if split else Action(letter, source, microbatch)
 
 
@@ -453,27 +485,26 @@ def _wrong_tensor(
     due, sent = _giver(schedule, tensor), _giver(schedule, came)
     return IllegalSchedule(
         f"worker {worker} would get the wrong tensor at {action.describe()}: the next message from "
-        f"worker {schedule.placement[due.stage]} is {sent}, not {due}",
+        f"worker {_source(schedule, tensor)} is {sent}, not {due}",
         worker,
         action,
     )
 
 
 def _deadlock(
-    schedule: Schedule, position: list[int], missing: dict[int, Tensor]
+    schedule: Schedule, position: list[int], needs: dict[int, tuple[Action, int]]
 ) -> IllegalSchedule:
-    """Follow who waits for whom until it closes into a circle, and say it."""
-    needs = {worker: _giver(schedule, tensor) for worker, tensor in missing.items()}
-    owner = schedule.placement
+    """Follow who waits for whom until it closes into a circle, and say it. `needs`: for each worker
+    that waits, the action that it waits for, and whose that is."""
     seen: list[int] = []
     worker = min(needs)
     while worker in needs and worker not in seen:
         seen.append(worker)
-        worker = owner[needs[worker].stage]
+        worker = needs[worker][1]
     circle = seen[seen.index(worker) :] if worker in seen else seen
     at = {w: schedule.workers[w][position[w]] for w in circle}
     chain = "; ".join(
-        f"worker {w} waits at {at[w].describe()} for {needs[w]} from worker {owner[needs[w].stage]}"
+        f"worker {w} waits at {at[w].describe()} for {needs[w][0]} from worker {needs[w][1]}"
         for w in circle
     )
     first = min(circle)

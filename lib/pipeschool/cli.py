@@ -114,9 +114,9 @@ def _run(args: argparse.Namespace) -> None:
     width = args.hidden
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()).double()
-        for _ in range(max(schedule.depth, 8) if args.layers is None else args.layers)
+        for _ in range(max(schedule.stages, 8) if args.layers is None else args.layers)
     ]
-    stages = split_layers(torch.nn.Sequential(*blocks), schedule.depth)
+    stages = split_layers(torch.nn.Sequential(*blocks), schedule.stages)
     size = (4 * args.m if args.batch_size is None else args.batch_size, width)
     batches = [
         (torch.randn(size, dtype=torch.float64), torch.randn(size, dtype=torch.float64))
@@ -138,7 +138,9 @@ def _run(args: argparse.Namespace) -> None:
     predicted = ps.simulate(schedule, cost)
     error = None
     if schedule.synchronous:
-        alone = reference.gradients(stages, batches, args.m, optimizer=sgd, copies=schedule.copies)
+        alone = reference.gradients(
+            stages, batches, args.m, optimizer=sgd, replicas=[len(w) for w in schedule.owners]
+        )
         error = reference.max_error(result.gradients, alone)
 
     if args.trace:
@@ -226,12 +228,8 @@ def _measured_cost(schedule: ps.Schedule, trace: ps.Trace) -> ps.Cost:
 
     def means(kind: str) -> list[float]:
         spans = [
-            [
-                s.seconds
-                for s in trace.spans
-                if (s.action.kind, s.action.stage % schedule.depth) == (kind, stage)
-            ]
-            for stage in range(schedule.depth)
+            [s.seconds for s in trace.spans if s.action[:2] == (kind, stage)]
+            for stage in range(schedule.stages)
         ]
         return [sum(times) / len(times) if times else 0.0 for times in spans]
 

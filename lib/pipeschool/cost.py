@@ -87,6 +87,12 @@ class Cost:
             "U": self._per_stage("update", schedule),
         }
         table["I"] = [i + f for i, f in zip(table["I"], again, strict=True)]
+        for stage, workers in enumerate(schedule.owners):
+            if len({speed[w] for w in workers}) > 1:
+                raise ValueError(
+                    f"the workers of stage {stage}, {', '.join(map(str, workers))}, take turns, so "
+                    "they must have the same speed"
+                )
         return {
             kind: [t / speed[schedule.placement[s]] for s, t in enumerate(times)]
             for kind, times in table.items()
@@ -99,12 +105,12 @@ class Cost:
     def _per_stage(
         self, name: str, schedule: Schedule, default: list[float] | None = None
     ) -> list[float]:
-        """One number for every stage; a copy of the model has those of the first copy."""
+        """One number for every stage."""
         given = getattr(self, name)
         if given is None:
             assert default is not None
             return default
-        return per_item(name, given, schedule.depth, "stage") * schedule.copies
+        return per_item(name, given, schedule.stages, "stage")
 
     def stage_bytes(self, schedule: Schedule) -> tuple[StageBytes, ...]:
         """The sizes of every stage."""
@@ -117,7 +123,7 @@ class Cost:
                 self._per_stage("gradient_bytes", schedule, parameters),
                 self._per_stage("optimizer_bytes", schedule),
                 self._per_stage("activation_bytes", schedule),
-                [messages[s - 1] if s % schedule.depth else 0.0 for s in range(schedule.stages)],
+                [0.0, *messages[:-1]],
                 self._per_stage("working_bytes", schedule),
                 self.recomputes(schedule),
                 strict=True,
@@ -138,13 +144,13 @@ class Cost:
 
 def recompute_table(recompute: bool | Sequence[bool], schedule: Schedule) -> list[bool]:
     """`recompute` as one bool per stage; ValueError where it is something else."""
-    given = [recompute] * schedule.depth if isinstance(recompute, bool) else recompute
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != schedule.depth:
+    given = [recompute] * schedule.stages if isinstance(recompute, bool) else recompute
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != schedule.stages:
         raise ValueError(
             f"recompute must be True, False or a list with one of them per stage: "
-            f"{schedule.depth}, not {recompute!r}"
+            f"{schedule.stages}, not {recompute!r}"
         )
-    return [bool(item) for item in given] * schedule.copies
+    return [bool(item) for item in given]
 
 
 def per_item(name: str, value: PerStage, count: int, item: str) -> list[float]:

@@ -25,13 +25,13 @@ def to_csv(schedule: Schedule) -> str:
     """`schedule` as PyTorch's CSV text, updates left out; ends in a newline.
 
     A pair out of `schedule.overlapped` shares a cell where nothing stands between the two.
-    Raises ValueError for what the file could not say: a flush between batches, a second copy of
-    the model.
+    Raises ValueError for what the file could not say: a flush between batches, several workers
+    that take turns at a stage.
     """
-    if schedule.copies > 1:
+    if schedule.replicas:
         raise ValueError(
-            f"PyTorch's schedule file knows one copy of the model, but {schedule.name} trains "
-            f"{schedule.copies}"
+            f"PyTorch's schedule file knows one worker per stage, but in {schedule.name} several "
+            "take turns"
         )
     if schedule.synchronous and schedule.batches > 1:
         raise ValueError(

@@ -24,38 +24,39 @@ class Handover(NamedTuple):
     link: Link
 
 
-def handover(kind: str, stage: int, schedule: Schedule) -> Handover | None:
-    """What an action of this kind on this stage hands to another worker, if it does.
+def handover(kind: str, stage: int, microbatch: int, schedule: Schedule) -> Handover | None:
+    """What an action hands to another worker, if it does.
 
     A forward hands its activations to the next stage, a backward (or its input half) hands the
     gradient to the stage before. Two stages on one worker need no message.
     """
     if kind == "F":
-        letter, neighbour = "F", schedule.neighbour(stage, 1)
+        letter, neighbour = "F", stage + 1
     elif kind in ("B", "I"):
-        letter, neighbour = "B", schedule.neighbour(stage, -1)
+        letter, neighbour = "B", stage - 1
     else:
         return None
-    if neighbour is None:
+    if not 0 <= neighbour < schedule.stages:
         return None
-    link = Link(schedule.placement[stage], schedule.placement[neighbour])
+    link = Link(schedule.owner(stage, microbatch), schedule.owner(neighbour, microbatch))
     return None if link.source == link.target else Handover(letter, neighbour, link)
 
 
-def handovers(schedule: Schedule) -> dict[tuple[str, int], Handover]:
-    """`handover` for each (kind, stage) that has one: look up here what is asked per action."""
-    return {
-        (kind, stage): found
+def handovers(schedule: Schedule) -> dict[tuple[str, int], list[Handover | None]]:
+    """`handover` for each (kind, stage) that has one, by microbatch modulo `schedule.period`: look
+    up here what is asked per action."""
+    table = {
+        (kind, stage): [handover(kind, stage, k, schedule) for k in range(schedule.period)]
         for stage in range(schedule.stages)
         for kind in (("F", "B", "I") if schedule.trains else ("F",))
-        if (found := handover(kind, stage, schedule))
     }
+    return {key: found for key, found in table.items() if any(found)}
 
 
 def outgoing(action: Action, schedule: Schedule) -> tuple[Action, Action, Link] | None:
     """The send that must follow `action`, its receive, their link; None where none is needed."""
     kind, stage, microbatch = action
-    found = handover(kind, stage, schedule)
+    found = handover(kind, stage, microbatch, schedule)
     if found is None:
         return None
     send = Action(f"SEND_{found.letter}", stage, microbatch)
@@ -81,7 +82,7 @@ def sender_of(receive: Action) -> Action:
 def peer_of(message: Action, schedule: Schedule) -> int:
     """The worker at the other end of a send or receive."""
     forwards = message.kind in ("SEND_F", "RECV_B")
-    return schedule.placement[message.stage + (1 if forwards else -1)]
+    return schedule.owner(message.stage + (1 if forwards else -1), message.microbatch)
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -94,12 +95,13 @@ def lower(schedule: Schedule) -> Schedule:
     """
     if schedule.lowered:
         return schedule
-    table = handovers(schedule)
+    table, period = handovers(schedule), schedule.period
+    nothing: list[Handover | None] = [None] * period
     sent: defaultdict[Link, deque[Action]] = defaultdict(deque)
     link_of: dict[Action, Link] = {}  # of each receive that no row has yet
     for row in schedule.workers:
         for kind, stage, microbatch in row:
-            if found := table.get((kind, stage)):
+            if found := table.get((kind, stage), nothing)[microbatch % period]:
                 receive = Action(f"RECV_{found.letter}", found.stage, microbatch)
                 sent[found.link].append(receive)
                 link_of[receive] = found.link
@@ -116,7 +118,7 @@ def lower(schedule: Schedule) -> Schedule:
                 link_of.pop(receive, None)  # a forward listed twice is for `check` to refuse
                 lowered.append(receive)
             lowered.append(action)
-            if found := table.get((kind, stage)):
+            if found := table.get((kind, stage), nothing)[microbatch % period]:
                 lowered.append(Action(f"SEND_{found.letter}", stage, microbatch))
         rows.append(tuple(lowered))
     return replace(schedule, workers=tuple(rows))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -114,7 +115,7 @@ def problem(
         transfer=list(map(_exact, cost.transfer(plan))),
         latency=_exact(cost.latency),
         caps=None if memory_cap is None else _caps(memory_cap, plan),
-        handed=handovers(plan),
+        handed={key: found[0] for key, found in handovers(plan).items() if found[0]},
     )
 
 
@@ -126,11 +127,12 @@ def _exact(seconds: float) -> Fraction:
 def _caps(memory_cap: float | Sequence[float], plan: Schedule) -> list[int]:
     """`memory_cap` per worker, in whole chunks; no worker can hold more than the batch has."""
     several = isinstance(memory_cap, Sequence) and not isinstance(memory_cap, str)
-    given = memory_cap if several else [memory_cap]
-    numbers = [number("memory_cap", cap, infinite=True) for cap in given]  # type: ignore[union-attr]
-    if min(numbers, default=1.0) < 1:
+    given = list(memory_cap) if several else [memory_cap]  # type: ignore[arg-type]
+    numbers = [number("memory_cap", cap, infinite=True) for cap in given]
+    if min(numbers, default=1) < 1:
         raise ValueError(
             f"memory_cap must be at least 1, not {min(numbers):g}: a microbatch has to fit"
         )
     per_worker = per_item("memory_cap", numbers if several else numbers[0], plan.p, "worker")
-    return [int(min(cap, plan.m) * plan.v) for cap in per_worker]
+    # A cap such as 7/3 stands for 7 chunks of 3, although its float may be a little less.
+    return [math.floor(min(cap, plan.m) * plan.v + 1e-9) for cap in per_worker]

@@ -37,32 +37,32 @@ def simulate(
     stage_ledgers = ledgers(schedule)
     free = [0.0] * schedule.p  # per worker
     link_free: defaultdict[Link, float] = defaultdict(float)
-    # (F or B, stage, microbatch) -> when its input is there; (U, stage, number) -> when both copies
-    # of a stage have their gradients.
+    # (F or B, stage, microbatch) -> when its input is there; (U, stage, number) -> when all workers
+    # that take turns at the stage have come to this update.
     arrival = {("F", 0, k): number("release", time) for k, time in enumerate(release)}
-    latency, meet = cost.latency, schedule.copies > 1
+    latency, period = cost.latency, schedule.period
     spans: list[Span] = []
     for worker, action in order:
         kind, stage, microbatch = action
         step = steps.get((kind, stage))
         if step is None:
             continue  # a message of a lowered schedule
-        seconds, needs, handover, transfer, size = step
+        seconds, needs, handed, transfer, size = step
         start = free[worker]
-        if meet and kind == "U":  # whoever comes first waits for the other
-            other = (stage + schedule.depth) % schedule.stages
-            if (needs, stage, microbatch) not in arrival:
-                arrival[needs, other, microbatch] = start
-                arrival[needs, stage, microbatch] = free[schedule.placement[other]]
-        arrived = arrival.pop((needs, stage, microbatch), start)
-        if arrived > start:
-            start = arrived
+        key = (needs, stage, microbatch)
+        if period > 1 and kind == "U":
+            start = arrival.setdefault(key, max(free[w] for w in schedule.owners[stage]))
+        else:
+            arrived = arrival.pop(key, start)
+            if arrived > start:
+                start = arrived
         end = free[worker] = start + seconds
+        handover = handed[microbatch % period]
         if handover:
             letter, neighbour, link = handover
             left = link_free[link] = max(end, link_free[link]) + transfer
             arrival[letter, neighbour, microbatch] = left + latency
-        version, alive = stage_ledgers[stage].note(action)
+        version, alive = stage_ledgers[worker][stage].note(action)
         spans.append(Span(worker, action, start, end, version, alive, size))
     return Trace(
         schedule.name,
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
     seconds: float
     needs: str  # letter of what it waits for
-    handover: Handover | None
+    handovers: list[Handover | None]  # by microbatch modulo the schedule's period
     transfer: float  # seconds for which its message occupies the link
     size: float  # bytes of that message
 
@@ -91,13 +91,13 @@ def _steps(schedule: Schedule, cost: Cost) -> dict[tuple[str, int], Step]:
     steps = {}
     for kind, times in cost.seconds(schedule).items():
         for stage, seconds in enumerate(times):
-            handover = handed.get((kind, stage))
-            boundary = min(stage, handover.stage) if handover else stage
+            found = handed.get((kind, stage))
+            boundary = stage if kind == "F" else stage - 1
             steps[kind, stage] = Step(
                 seconds,
                 "B" if kind == "I" else kind,
-                handover,
-                transfer[boundary] if handover else 0.0,
-                sizes[boundary] if handover else 0.0,
+                found or [None] * schedule.period,
+                transfer[boundary] if found else 0.0,
+                sizes[boundary] if found else 0.0,
             )
     return steps

@@ -148,12 +148,24 @@ def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Sche
     return replace(schedule, weights=weights)
 
 
-def ledgers(schedule: Schedule) -> list[Ledger]:
-    """A fresh ledger for every stage of `schedule`, with the policy that it names."""
-    policy = policy_named(schedule.weights)
-    kind = OneVersion if policy in (Flush, Frozen) else Ledger
-    stages = schedule.stages
-    return [kind(policy(s, stages, schedule.updates_every)) for s in range(stages)]
+def ledger(schedule: Schedule, stage: int, worker: int) -> Ledger:
+    """A fresh ledger for `stage` on `worker`, with the policy that `schedule` names."""
+    policy = policy_named(schedule.weights)(stage, schedule.stages, schedule.updates_every)
+    turns = schedule.microbatches_of(stage, worker)
+    return Ledger(policy, first=turns.start, step=turns.step)
+
+
+def ledgers(schedule: Schedule) -> list[dict[int, Ledger]]:
+    """For each worker, a fresh ledger for every stage that it holds; where there is no choice of
+    versions, a quicker one."""
+    only_one = schedule.synchronous or not schedule.trains
+    return [
+        {
+            stage: OneVersion(Policy()) if only_one else ledger(schedule, stage, worker)
+            for stage in schedule.stages_of(worker)
+        }
+        for worker in range(schedule.p)
+    ]
 
 
 @dataclass
@@ -161,6 +173,8 @@ class Ledger:
     """The weight versions of one stage as its actions go by."""
 
     policy: Policy
+    first: int = 0  # microbatch that comes here; others take turns where `step` is above 1
+    step: int = 1
     newest: int = 0
     oldest: int = 0  # that a forward may still ask for
     entered: int = 0  # microbatches that have gone forward; they do so in order
@@ -212,7 +226,7 @@ class Ledger:
         return recent + sum(version < self.oldest for version in self.users)
 
     def _look_ahead(self) -> None:
-        needed = self.policy.oldest_needed(self.entered, self.newest)
+        needed = self.policy.oldest_needed(self.first + self.entered * self.step, self.newest)
         if not hasattr(needed, "__index__"):
             raise ValueError(
                 f"oldest_needed of {type(self.policy).__name__} must give the number of a weight "

@@ -26,10 +26,12 @@ SAMPLES = [
 @pytest.mark.parametrize(("name", "p", "m", "v"), SAMPLES)
 def test_gradients_equal_one_process(name, p, m, v):
     schedule = ps.build(name, p, m, v=v)
-    stages = linear_stages(schedule.depth)
+    stages = linear_stages(schedule.stages)
     data = [batch(2 * m + 1), batch(2 * m + 1, seed=1)]
     result = ps.run(schedule, stages, data, optimizer=sgd)
-    expected = reference.gradients(stages, data, m, optimizer=sgd, copies=schedule.copies)
+    expected = reference.gradients(
+        stages, data, m, optimizer=sgd, replicas=[len(workers) for workers in schedule.owners]
+    )
     assert reference.max_error(result.gradients, expected) == 0.0
     assert len(result.losses) == 2 * m
     predicted = ps.simulate(schedule.repeat(2))

@@ -77,9 +77,11 @@ def test_split_backwards_copies_and_chunks_on_gpus(build):
     schedule = build(p=4, m=8)
     stages = [
         nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Tanh()).double()
-        for _ in range(schedule.depth)
+        for _ in range(schedule.stages)
     ]
     x = torch.randn(16, 64, dtype=torch.float64)
     result = ps.run(schedule, stages, [(x, x)], device="cuda", recompute=True)
-    expected = reference.gradients(stages, [(x, x)], m=8, copies=schedule.copies)
+    expected = reference.gradients(
+        stages, [(x, x)], m=8, replicas=[len(workers) for workers in schedule.owners]
+    )
     assert reference.max_error(result.gradients, expected) < 1e-12

@@ -19,8 +19,8 @@ def with_dropout(p: int) -> list[nn.Module]:
 def test_gradients_equal_one_process(build):
     stages, data = linear_stages(4), [batch(12), batch(12, seed=1)]
     result = ps.run(build(4, 4), stages, data, optimizer=sgd, recompute=True)
-    copies = 2 if build is ps.chimera else 1
-    expected = reference.gradients(stages, data, 4, optimizer=sgd, copies=copies)
+    replicas = [2] * 4 if build is ps.chimera else [1] * 4
+    expected = reference.gradients(stages, data, 4, optimizer=sgd, replicas=replicas)
     assert reference.max_error(result.gradients, expected) == 0.0
     assert len(result.losses) == 8
 

@@ -76,7 +76,7 @@ def test_gradients_and_losses_are_those_of_one_process_and_of_our_engine(name, p
 
 def test_no_synchronous_family_is_left_out():
     every = {name: ps.build(name, 2, 4) for name in ps.SCHEDULES}
-    assert FAMILIES == [n for n, s in every.items() if s.synchronous and s.copies == 1]
+    assert FAMILIES == [n for n, s in every.items() if s.synchronous and not s.replicas]
 
 
 @pytest.mark.parametrize("schedule", [ps.gpipe(4, 2), ps.naive(1, 3), SPLIT, BACKWARDS])
@@ -129,6 +129,16 @@ def test_training_on_two_batches_ends_with_the_weights_of_our_engine(name):
         assert reference.max_error([a], [stage.state_dict()]) == 0.0
     for a, b in zip(theirs.history, ours.history, strict=True):
         assert reference.max_error(a, b) < 1e-12
+
+
+def test_training_over_epochs_goes_on_where_a_leg_ended():
+    data = [batch(6, torch.float64, seed) for seed in range(2)]
+    stages = linear_stages(2, torch.float64)
+    options = {"m": 3, "epochs": 2, "every": 1, "optimizer": adam, "log": None}
+    ours = ps.train("1f1b", stages, data, **options)
+    theirs = ps.train("1f1b", stages, data, engine="torch", **options)
+    assert theirs.losses == pytest.approx(ours.losses, abs=1e-12)
+    assert reference.max_error(theirs.state_dicts, ours.state_dicts) < 1e-12
 
 
 def test_stages_may_hand_on_several_tensors_of_any_shape_and_type():
@@ -188,7 +198,7 @@ def refused(message, schedule=None, data=None, error=ValueError, **options):
     with pytest.raises(error, match=message) as caught:
         ps.run(
             schedule,
-            linear_stages(schedule.depth),
+            linear_stages(schedule.stages),
             data or [batch(4)],
             engine="torch",
             **options,
@@ -205,7 +215,7 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
     monkeypatch.setattr(importlib.import_module("pipeschool.run.launch"), "Pool", never)
     refused("only synchronous schedules, and pipedream has weights='stash'", ps.pipedream(2, 2))
     refused("only synchronous schedules, and forward_only has .*'frozen'", ps.forward_only(2, 2))
-    refused("one copy of a model, not the 2 here", ps.chimera(2, 2))
+    refused("one worker per stage: here several take turns", ps.chimera(2, 2))
     refused("sends and receives itself", ps.lower(ps.gpipe(p=2, m=2)))
     refused("has no nan_check: leave it out", nan_check=True)
     refused("has no recompute", recompute=[False, True])

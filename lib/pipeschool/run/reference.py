@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ def gradients(
     m: int,
     loss: Loss = nn.functional.mse_loss,
     optimizer: MakeOptimizer | None = None,
-    copies: int = 1,
+    replicas: Sequence[int] = (),
 ) -> list[dict[str, Tensor]]:
     """The last batch's gradients, one dict per stage, accumulated microbatch by microbatch.
 
     Synchronous training without a pipeline: forward and backward of each of the `m` microbatches
     through all `stages` in turn, and after each batch an update. The modules are not changed.
-    With `copies` of the model, microbatch k is added to the sum of copy k % copies, and the sums
-    are added at the end.
+    replicas: how many workers take turns at each stage: each sums its own microbatches, and the
+    sums are added at the end.
     """
     stages = [copy.deepcopy(stage) for stage in stages]
     parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
@@ -38,18 +39,25 @@ def gradients(
     try:
         for x, y in batches:
             inputs, targets, scales = cut([(x, y)], Schedule("", 1, m, ()))
-            sums: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(copies)]
+            sums: dict[nn.Parameter, list[Tensor | None]] = {
+                p: [None] * count
+                for stage, count in zip(stages, replicas or [1] * len(stages), strict=True)
+                for p in stage.parameters()
+            }
             for k, (values, target, scale) in enumerate(zip(inputs, targets, scales, strict=True)):
-                give(parameters, sums[k % copies])
+                for parameter in parameters:
+                    turns = sums[parameter]
+                    parameter.grad = turns[k % len(turns)]
                 for index, stage in enumerate(stages):
                     values = as_tensors(stage(*values), f"stage {index}")
                 value = loss(values[0] if len(values) == 1 else values, target)
                 value.backward(torch.full_like(value, scale))
-                take(parameters, sums[k % copies])
-            total = sums[0]
-            for other in sums[1:]:
-                total = {p: total[p] + other[p] for p in total}
-            give(parameters, total)
+                for parameter in parameters:
+                    turns = sums[parameter]
+                    turns[k % len(turns)] = parameter.grad
+            for parameter in parameters:
+                there = [total for total in sums[parameter] if total is not None]
+                parameter.grad = reduce(torch.add, there) if there else None
             found = [
                 {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
                 for stage in stages
@@ -59,19 +67,6 @@ def gradients(
     finally:
         torch.set_num_threads(threads)
     return found
-
-
-def give(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Let the parameters have these gradients, and no others."""
-    for parameter in parameters:
-        parameter.grad = gradients.get(parameter)
-
-
-def take(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Put the gradients of the parameters into `gradients`."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradients[parameter] = parameter.grad
 
 
 def max_error(ours: Sequence[dict[str, Tensor]], theirs: Sequence[dict[str, Tensor]]) -> float:

@@ -31,13 +31,13 @@ from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.run.clock import Clock, Mark
 from pipeschool.run.job import Failure, Job, Report
+from pipeschool.run.process import failure
 from pipeschool.run.stage import Tensors, checked_loss
 from pipeschool.run.torch_limits import one_batch
 from pipeschool.run.transport import PeerLost
 from pipeschool.run.weights import StageWeights, on_cpu
-from pipeschool.run.worker import failure
 from pipeschool.trace import Span
-from pipeschool.versions import policy_named
+from pipeschool.versions import Flush, Ledger
 
 SHIPPED = {  # a name like ours -> PyTorch's, and the chunks per worker where nobody asks
     "gpipe": ("GPipe", 1),
@@ -123,8 +123,7 @@ def _work(row: Row, device: torch.device) -> Report:
     m, count = schedule.m, schedule.stages
     logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # prints all rows on errors
     for index, module in job.modules.items():
-        policy = policy_named(schedule.weights)(index, count, schedule.updates_every)
-        row.weights[index] = StageWeights(module, job.update, policy)
+        row.weights[index] = StageWeights(module, job.update, Ledger(Flush()))
         if index in job.restore:
             row.weights[index].restore(job.restore[index])
     stages = [Stage(row, module, i, count, device) for i, module in sorted(job.modules.items())]

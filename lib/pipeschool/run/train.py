@@ -76,12 +76,12 @@ def train(
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
     log: called with one line after each leg: loss and samples per second; None for silence.
-    options: loss, optimizer, scheduler, clip_norm, pace, device, timeout, nan_check and seed, as
-        for `run`.
+    options: loss, optimizer, scheduler, clip_norm, pace, device, engine, timeout, nan_check and
+        seed, as for `run`.
     """
     import torch
 
-    from pipeschool.run import options_of
+    from pipeschool.run import options_of, torchrun
     from pipeschool.run.launch import launch, load
 
     chosen = options_of(**options)
@@ -94,6 +94,8 @@ def train(
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
     training, place, state = _resume(file, identity, log)
+    if torchrun.active():
+        torchrun.refuse_difference("checkpoints", place)
     samples = seconds = 0.0
     for epoch in range(place.epoch, epochs):
         with torch.random.fork_rng(devices=[]):

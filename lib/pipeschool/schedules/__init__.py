@@ -17,6 +17,8 @@ from pipeschool.schedules.naive import naive
 from pipeschool.schedules.one_f_one_b import one_f_one_b
 from pipeschool.schedules.pipedream import pipedream
 from pipeschool.schedules.pipedream_2bw import pipedream_2bw
+from pipeschool.schedules.replicate import replicate
+from pipeschool.schedules.round_robin import round_robin
 from pipeschool.schedules.zb_h1 import zb_h1
 from pipeschool.schedules.zb_h2 import zb_h2
 from pipeschool.schedules.zb_v import zb_v
@@ -77,6 +79,8 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "pipedream_2bw",
+    "replicate",
+    "round_robin",
     "zb_h1",
     "zb_h2",
     "zb_v",

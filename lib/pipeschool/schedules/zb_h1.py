@@ -1,4 +1,4 @@
-"""ZB-H1: weight gradients fill the bubble; a third of it is left, in the memory of 1F1B."""
+"""ZB-H1: weight gradients fill two thirds of the bubble, in the memory of 1F1B's first worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def zb_h1(p: int, m: int, batches: int = 1) -> Schedule:
 
     That is a bubble of (p - 1)/(3m) of ideal and (p - 1)/(3m + p - 1) of total. In seconds it is
     (p - 1)(tF + tI - tW) as long as tW is at most tF and tI, against (p - 1)(tF + tI + tW) of 1F1B.
-    A batch of m < p microbatches takes 3m + 2p - 1 - m.
+    A batch of m < p microbatches takes 2(m + p) - 1.
 
     Worker s holds back the weight halves of its first s backwards, which gives the workers before
     it their gradients sooner; so every worker keeps min(m, p) activations, where 1F1B needs that

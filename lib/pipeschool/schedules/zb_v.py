@@ -1,4 +1,4 @@
-"""ZB-V: two chunks in a V, no bubble on any worker, in the memory of 1F1B."""
+"""ZB-V: two chunks in a V, no bubble on any worker, in the memory of 1F1B's first worker."""
 
 from __future__ import annotations
 
