@@ -13,7 +13,7 @@ from pathlib import Path
 import pipeschool as ps
 import pytest
 import torch
-from test_run import batch, linear_stages, sgd
+from test_run import batch, linear_stages
 from torch import nn
 from training_script import make
 
