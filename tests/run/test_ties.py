@@ -7,6 +7,7 @@ import copy
 import pipeschool as ps
 import pytest
 import torch
+from pipeschool.run import reference
 from pipeschool.run.ties import ties_of
 from test_run import batch, linear_stages, sgd
 from torch import nn
@@ -54,6 +55,22 @@ def test_a_tied_model_trains_to_the_weights_of_one_process(schedule, pairs, opti
     trained = [state["0.weight"] for state in result.state_dicts]
     for one, other in pairs:  # the copies have not drifted apart by a bit
         assert torch.equal(trained[one], trained[other])
+
+
+def test_the_reference_keeps_shared_parameters_shared():
+    stages, data = tied_stages(3, [(0, 2)]), [batch(8), batch(8, seed=1)]
+    expected = reference.gradients(stages, data, 4, optimizer=sgd)
+    model = nn.Sequential(*copy.deepcopy(nn.ModuleList(stages)))
+    optimizer = sgd(model.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for stage, gradients in zip(model, expected, strict=True):
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+    found = ps.run(ps.gpipe(3, 4), stages, data, optimizer=sgd).gradients
+    assert reference.max_error(found, expected) < 1e-12
 
 
 def test_only_what_is_trained_and_shared_is_a_tie():

@@ -31,8 +31,8 @@ def gradients(
     replicas: how many workers take turns at each stage: each sums its own microbatches, and the
     sums are added at the end.
     """
-    stages = [copy.deepcopy(stage) for stage in stages]
-    parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+    stages = copy.deepcopy(list(stages))  # together, so that shared parameters stay shared
+    parameters = [p for p in nn.ModuleList(stages).parameters() if p.requires_grad]  # each once
     stepper = optimizer(parameters) if optimizer else None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker: the order of sums must not differ
