@@ -214,6 +214,7 @@ def test_one_candidate_is_measured_once() -> None:
         ({"start": 0, "high": 4}, "start must be at least 1, not 0"),
         ({"start": 1, "high": 4, "low": 5}, "high must be at least 5, not 4"),
         ({"start": 1, "high": 4, "candidates": [9]}, "there is no candidate for m from 1 to 4"),
+        ({"start": 1, "high": 4, "candidates": []}, "there is no candidate for m from 1 to 4"),
         ({"start": 1, "high": 4, "cap": -1}, "cap must be a number, 0 or more, not -1"),
         ({"start": 1, "high": 4, "noise": 0.5}, "noise must be below 0.5, not 0.5"),
         ({"start": 1, "high": 4, "limit": 0}, "limit must be at least 1, not 0"),

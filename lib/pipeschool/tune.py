@@ -134,7 +134,8 @@ def tune(
         number("cap", cap)
     if number("noise", noise) >= 0.5:
         raise ValueError(f"noise must be below 0.5, not {noise!r}")
-    allowed = sorted({v for v in candidates or range(low, high + 1) if low <= v <= high})
+    given = range(low, high + 1) if candidates is None else candidates
+    allowed = sorted({v for v in given if low <= v <= high})
     if not allowed:
         raise ValueError(f"there is no candidate for {name} from {low} to {high}")
     sweep = high - low + 1
