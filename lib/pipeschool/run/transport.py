@@ -20,7 +20,7 @@ import itertools
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +193,7 @@ class Transport:
         return message._replace(tensors=tensors)
 
     def sum_over_replicas(
-        self, stage: int, gradients: dict[str, Tensor], parameters: dict[str, Tensor]
+        self, stage: int, gradients: dict[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> None:
         """Add to `gradients` those of the other workers that take turns at `stage`, if any do.
 
