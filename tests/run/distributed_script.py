@@ -59,7 +59,6 @@ training = ps.train(
     every=2,
     checkpoint=None if CHECKPOINT == "-" else f"{CHECKPOINT}.{os.environ['GROUP_RANK']}",
     optimizer=sgd,
-    log=print if RANK == 0 else None,
     timeout=3.0,
 )
 torch.save(

@@ -193,7 +193,9 @@ def test_a_run_closes_its_connections_though_its_process_lives_on(tmp_path):
 
 def test_a_worker_lost_where_all_sum_gradients_is_named(tmp_path):
     (sentence,) = sentences(two_copies(tmp_path, "kill"))
-    assert re.match(r"worker 1 was lost.*: its process or its machine has gone, and worker 0", sentence)
+    assert re.match(
+        r"worker 1 was lost.*: its process or its machine has gone, and worker 0", sentence
+    )
 
 
 def namespaces() -> str:

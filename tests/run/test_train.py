@@ -126,6 +126,7 @@ def test_shuffling_is_new_in_every_epoch_and_the_same_in_every_training():
         ({"schedule": "tea"}, "there is no schedule 'tea'"),
         ({"weights": "stash"}, "gpipe is synchronous"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
+        ({"tensor_parallel": 2}, "train has no tensor_parallel"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_one_sentence(options, words):

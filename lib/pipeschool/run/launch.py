@@ -161,7 +161,7 @@ def launch(
 
     plan = check_plan(list(stages), options.tensor_plan) if parts > 1 else {}
     if parts > 1:
-        refuse_with_parts(schedule, options, state)
+        refuse_with_parts(options)
     if torchrun.active():
         reports = torchrun.take_part(job, schedule, options.timeout + longest)
     else:
@@ -304,13 +304,12 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
 
 
-def refuse_with_parts(schedule: Schedule, options: Options, state: State | None) -> None:
+def refuse_with_parts(options: Options) -> None:
     """ValueError for what does not go with tensor parallelism."""
     for name, asked in (
         ("memory=True", options.memory),
         ("engine='torch'", options.engine != "pipeschool"),
         ("torchrun", torchrun.active()),
-        ("train, which restores optimizers", state is not None),
     ):
         if asked:
             raise ValueError(f"tensor_parallel does not go with {name} here")

@@ -1,9 +1,10 @@
 """Under torch's own launcher: this process is one worker, of one machine or of several.
 
 torchrun starts as many processes as the schedule has workers, on all machines together, and each
-runs the same script. Here a call of `run` does this process's row, and every process returns the
-whole result. There is no controller; what the others should know about a failure goes through the
-launcher's store, which outlives any worker:
+runs the same script, which must make the same stages and batches in all: seed what is random. Here
+a call of `run` does this process's row, and every process returns the whole result. There is no
+controller; what the others should know about a failure goes through the launcher's store, which
+outlives any worker:
 
 ``failure``  the first failure that has a cause of its own; nobody overwrites it
 ``lost/3``   worker 3 lost the connection to that worker, and lives

@@ -79,7 +79,8 @@ def train(
     checkpoint: a file. Where it is there already, the training goes on from it.
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
-    log: called with one line after each leg: loss and samples per second; None for silence.
+    log: called with one line after each leg: loss and samples per second; None for silence. Under
+        torchrun, worker 0 alone does so.
     options: loss, optimizer, scheduler, clip_norm, pace, device, engine, timeout, nan_check and
         seed, as for `run`.
     """
@@ -89,6 +90,8 @@ def train(
     from pipeschool.run.launch import launch, load
 
     chosen = options_of(**options)
+    if chosen.tensor_parallel > 1:
+        raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")
     whole_number("epochs", epochs)
     if every is not None:
         whole_number("every", every)
@@ -105,6 +108,8 @@ def train(
         )
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
+    if torchrun.active() and torchrun.rank() > 0:
+        log = None
     training, place, state = _resume(file, identity, log)
     if torchrun.active():
         torchrun.refuse_difference("checkpoints", place)
