@@ -344,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
 
     pipeline = _Parser(add_help=False)
     pipeline.add_argument("name", metavar="NAME", help="see `pipeschool schedules`")
-    pipeline.add_argument("-p", type=_positive, default=4, help="stages (default: 4)")
+    pipeline.add_argument("-p", type=_positive, default=4, help="workers (default: 4)")
     pipeline.add_argument(
         "-m", type=_positive, default=8, help="microbatches in one batch (default: 8)"
     )
