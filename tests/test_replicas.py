@@ -52,6 +52,9 @@ def test_turns_workers_and_updates():
         ([], 4, "stash", "replicas must name the number of workers of at least one stage"),
         ([2, 0], 4, "stash", "a number of workers must be at least 1, not 0"),
         ([2, 3], 4, "flush", r"m must be a multiple of 6 for workers \(2, 3\), not 4"),
+        # One worker would update once more than the other; or a last gradient would find no update.
+        ([2, 1], 5, "stash", r"m \* batches must be a multiple of 2 for workers \(2, 1\), not 5"),
+        ([2, 3], 7, "stash", r"m \* batches must be a multiple of 6 for workers \(2, 3\), not 7"),
     ],
 )
 def test_wrong_numbers_are_refused(replicas, m, weights, message):

@@ -29,9 +29,12 @@ def round_robin(
     ends = list(accumulate(counts))
     flushes = weights == "flush"
     every = m if flushes else turns
-    if flushes and whole_number("m", m) % turns:
-        raise ValueError(f"m must be a multiple of {turns} for workers {tuple(counts)}, not {m}")
-    stream = m if flushes else whole_number("m", m) * whole_number("batches", batches)
+    stream = whole_number("m", m) * (1 if flushes else whole_number("batches", batches))
+    if stream % turns:
+        what = "m" if flushes else "m * batches"
+        raise ValueError(
+            f"{what} must be a multiple of {turns} for workers {tuple(counts)}, not {stream}"
+        )
     warm_ups = _warm_ups(counts, flushes)
     rows = [
         tuple(with_updates(_order(stage, range(turn, stream, r), warm_ups[stage]), every // r))
