@@ -169,12 +169,12 @@ class Trace:
     def memory(self) -> list[list[Level]]:
         """Bytes in the memory of each worker over time, level by level.
 
-        Counted where a run was asked to (`memory=True`), otherwise predicted from the sizes of
-        the stages. Empty where neither is known.
+        Counted in a run that was asked to (`memory=True`), and empty in any other; of a simulation
+        predicted from the sizes of the stages, and empty where they are not known.
         """
         if self.measured_memory:
             return [list(row) for row in self.measured_memory]
-        if not self.stage_bytes:
+        if not self.stage_bytes or self.label.startswith("measured"):
             return []
         return [levels(row, self.stage_bytes) for row in self.rows]
 

@@ -119,3 +119,19 @@ def test_a_run_that_was_not_asked_counts_nothing():
     stages, batch = deep(1, 1, layers=1, rows=2)
     trace = ps.run(ps.gpipe(1, 1), stages, [batch]).trace
     assert trace.measured_memory == ()
+
+
+def test_a_profile_draws_no_random_numbers_of_the_callers():
+    batch, stages = tuple(torch.randn(2, 8, 4)), [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))]
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    ps.profile(stages, batch, 4, rounds=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_run_that_counted_no_bytes_gives_none():
+    batch = tuple(torch.randn(2, 8, 4))
+    trace = ps.run(ps.gpipe(2, 2), [nn.Linear(4, 4), nn.Linear(4, 4)], [batch]).trace
+    assert trace.parameter_bytes == [80, 80]
+    assert (trace.memory, trace.peak_bytes) == ([], [])
