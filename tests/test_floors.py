@@ -31,6 +31,7 @@ FLOORS = {
     "run": 3,
     "partition": 3,
     "text": 3,
+    "mix": 4,
     "optimal": 4,
     "draw": 4,
     "bench": 5,
