@@ -85,7 +85,7 @@ __all__ = [
     "zb_v",
 ]
 
-_LATER = {"draw", "formats", "grade", "mix", "partition", "widgets"}  # modules that load when first used
+_LATER = {"draw", "formats", "grade", "mix", "partition", "widgets"}  # load when first used
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeschool.mix.estimate import Estimate, compare, estimate, table
+from pipeschool.mix.estimate import Estimate, compare, estimate, stage_cost, table
 from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes
 from pipeschool.mix.recommend import Reason, Recommendation, mixes, reasons, recommend
 
@@ -22,5 +22,6 @@ __all__ = [
     "mixes",
     "reasons",
     "recommend",
+    "stage_cost",
     "table",
 ]

@@ -168,6 +168,8 @@ def _links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
 
 def _against_others(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
     """Would it be faster with a pipeline, or with copies of the whole model?"""
+    if not found.fits:
+        return
     mix = found.mix
     others = [o for o in mixes(model, mix.devices, mix.batch) if o.devices == mix.devices]
     if mix.pipeline == 1:
