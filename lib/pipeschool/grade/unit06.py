@@ -10,7 +10,7 @@ from random import Random
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
-from pipeschool.grade.plain import described, mistyped, require, show
+from pipeschool.grade.plain import Wrong, described, mistyped, require, show
 from pipeschool.mix import (
     GB,
     Machine,
@@ -19,6 +19,7 @@ from pipeschool.mix import (
     Recommendation,
     all_reduce_bytes,
     estimate,
+    gigabytes,
     reasons,
     recommend,
 )
@@ -341,23 +342,31 @@ def choice(value: object) -> tuple[Mix, list[str]]:
     return given, [str(text) for text in texts]
 
 
+BATCH = "the sequences of a step are shared out: `data` lines take `m` microbatches each"
+TABLE = (
+    "the table of reasons above the exercise: when is each true? ps.mix.reasons(model, machine, "
+    "mix) gives all that are, with their numbers"
+)
+
+
 def judge_choose(answer: Answer, site: str) -> None:
     """Anything that fits and is nearly as fast as the best, for reasons that are true."""
     place = SITES[site]
     mix, said = answer(site)
-    require(
-        mix.batch == place.batch,
-        f"a step of {place.batch} sequences: data * m * microbatch",
-        f"{mix.data} * {mix.m} * {mix.microbatch} = {mix.batch}",
-    )
+    if mix.batch != place.batch:
+        raise Wrong(
+            f"a step of {place.batch} sequences: data * m * microbatch",
+            f"{mix.data} * {mix.m} * {mix.microbatch} = {mix.batch}",
+            hint=BATCH,
+        )
     try:
         found = estimate(place.model, place.machine, mix)
     except ValueError as problem:
-        raise plain.Wrong("a mix that can be built there", str(problem)) from None
+        raise Wrong("a mix that can be built there", str(problem)) from None
     require(
         found.fits,
-        f"at most {found.capacity / GB:.3g} GB on every device",
-        f"{found.memory / GB:.3g} GB with {mix}",
+        f"at most {gigabytes(found.capacity)} on every device",
+        f"{gigabytes(found.memory)} with {mix}",
     )
     best = best_for(site).best.seconds
     require(
@@ -367,12 +376,10 @@ def judge_choose(answer: Answer, site: str) -> None:
         f"{found.bubble:.3g}, tensor {found.tensor:.3g}, data {found.data:.3g}",
     )
     for reason in said:
-        require(reason in REASONS, f"a reason out of {', '.join(REASONS)}", show(reason))
-        require(
-            reason in true_reasons(site, mix),
-            f"a reason that is true of {mix}",
-            f"{reason!r}, which is not",
-        )
+        if reason not in REASONS:
+            raise Wrong(f"a reason out of {', '.join(REASONS)}", show(reason), hint=TABLE)
+        if reason not in true_reasons(site, mix):
+            raise Wrong(f"a reason that is true of {mix}", f"{reason!r}: not true", hint=TABLE)
 
 
 CHOOSE = Exercise(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeschool.mix.estimate import Estimate, compare, estimate, stage_cost, table
-from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes
+from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes, gigabytes
 from pipeschool.mix.recommend import Reason, Recommendation, mixes, reasons, recommend
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "all_reduce_bytes",
     "compare",
     "estimate",
+    "gigabytes",
     "mixes",
     "reasons",
     "recommend",

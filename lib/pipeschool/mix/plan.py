@@ -132,8 +132,9 @@ class Mix:
             whole_number(name, getattr(self, name))
 
     def __str__(self) -> str:
+        size = f" of {self.microbatch}" if self.microbatch > 1 else ""
         again = ", recompute" if self.recompute else ""
-        return f"{self.data} x {self.pipeline} x {self.tensor}, m={self.m}{again}"
+        return f"{self.data} x {self.pipeline} x {self.tensor}, m={self.m}{size}{again}"
 
     @property
     def devices(self) -> int:
@@ -169,6 +170,11 @@ def cut_layers(layers: int, stages: int) -> list[int]:
     if stages > layers:
         raise ValueError(f"a model of {layers} layers cannot be cut into {stages} stages")
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def gigabytes(size: float) -> str:
+    """``76.2 GB``, and ``2,875 GB``; GB are 10^9 bytes."""
+    return f"{size / GB:,.0f} GB" if size >= 100 * GB else f"{size / GB:.3g} GB"
 
 
 def all_reduce_bytes(size: float, devices: int) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeschool.actions import whole_number
 from pipeschool.mix.estimate import Estimate, estimate, stage_cost
-from pipeschool.mix.plan import GB, Machine, Mix, Model, all_reduce_seconds, most
+from pipeschool.mix.plan import Machine, Mix, Model, all_reduce_seconds, gigabytes, most
 
 SMALL = 0.1  # a bubble below this share of the step is small
 
@@ -64,7 +64,7 @@ def recommend(
     schedules: Sequence[str] = ("one_f_one_b",),
 ) -> Recommendation:
     """The fastest mix for `batch` sequences per step, of equally fast ones that with the fewest
-    devices and stages. ValueError where nothing fits.
+    devices, then stages, then bytes. ValueError where nothing fits.
 
     devices: how many may be used; all of the machine where not given.
     """
@@ -76,7 +76,7 @@ def recommend(
     if best is None:
         raise ValueError(
             f"nothing fits: {model.parameters / 1e9:.3g} billion weights on {devices} devices of "
-            f"{machine.memory / GB:.3g} GB; take more devices, or a smaller model"
+            f"{gigabytes(machine.memory)}; take more devices, or a smaller model"
         )
     return Recommendation(best, reasons(model, machine, best.mix))
 
@@ -234,11 +234,11 @@ def _by_floor(model: Model, machine: Machine, candidates: Iterator[Mix]) -> list
 def _rank(found: Estimate) -> tuple[float, ...]:
     """Fast first; what takes equally long by how much it takes, then by how simple it is."""
     mix = found.mix
-    return (float(f"{found.seconds:.9g}"), mix.devices, mix.pipeline, mix.recompute, mix.m)
+    return (float(f"{found.seconds:.9g}"), mix.devices, mix.pipeline, found.memory)
 
 
 def _of(found: Estimate) -> str:
-    return f"{found.memory / GB:.3g} GB of {found.capacity / GB:.3g} GB"
+    return f"{gigabytes(found.memory)} of {gigabytes(found.capacity)}"
 
 
 def _divisors(n: int) -> list[int]:
