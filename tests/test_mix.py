@@ -172,6 +172,12 @@ def test_one_device_suffices():
     assert "no pipeline" in str(found)
 
 
+def test_of_equally_fast_mixes_the_one_with_the_least_memory_wins():
+    """Over links that cost nothing, sharing every layer takes as long as copies of all of them."""
+    mix = ps.mix.recommend(TINY, FREE, 8).best.mix
+    assert (mix.tensor, mix.m, mix.microbatch) == (8, 8, 1)
+
+
 def test_slow_links_leave_devices_idle():
     """96 seconds alone; a message or an all-reduce takes longer than all of it."""
     snail = replace(LINKS, inside=0.1, between=0.1)
@@ -179,7 +185,8 @@ def test_slow_links_leave_devices_idle():
 
 
 def test_where_a_copy_fits_and_links_are_fast_data_parallel_wins():
-    found = ps.mix.recommend(TINY, FREE, 8)
+    fast = replace(LINKS, inside=1e6, between=1e6)
+    found = ps.mix.recommend(TINY, fast, 8)
     assert (found.best.mix.data, found.best.mix.pipeline) == (8, 1)
     reason = kinds(found)["faster than a pipeline"]
     assert reason.value == found.best.seconds < reason.limit

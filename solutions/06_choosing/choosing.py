@@ -67,7 +67,7 @@ guess_smallest = None  # a name
 guess_synchronous_differ = None  # "yes" or "no"
 
 # %% [markdown]
-# The next cell runs each of them twice on four real processes: three batches *paced*, to measure time and memory, and then one pass over 1024 digits at full speed, to see what they learn. It takes 10 to 30 seconds.
+# The next cell runs each of them twice on four real processes: three batches *paced*, to measure time and memory, and then one pass over 1024 digits at full speed, in batches of four microbatches, to see what they learn. It takes 10 to 30 seconds.
 
 # %%
 names = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "pipedream", "pipedream_2bw")
@@ -84,12 +84,13 @@ def accuracy(stages, weights):
 
 predicted, traces, learned = {}, {}, {}
 for name in names:
-    three, all_batches = (ps.build(name, p=4, m=8, batches=n) for n in (3, len(batches)))
+    three = ps.build(name, p=4, m=8, batches=3)
     stages = split_layers(model, three.stages)
     pace = (0.01 / three.v, 0.02 / three.v)  # a chunk is a part of a worker's share
     options = dict(loss=loss, optimizer=sgd)
     predicted[name] = ps.simulate(three, ps.Cost(*pace))
     traces[name] = ps.run(three, stages, batches[:3], pace=pace, memory=True, **options).trace
+    all_batches = ps.build(name, p=4, m=4, batches=len(batches))
     trained = ps.run(all_batches, stages, batches, **options)
     learned[name] = accuracy(stages, trained.state_dicts)
 
@@ -138,7 +139,7 @@ chart
 # How to read it:
 #
 # - **The synchronous four** compute the same gradients, so they learn the same. Among them only time and memory count.
-# - **The asynchronous two** save the refill, and pay: with versions, and with gradients that are late. `pipedream` also makes eight times as many updates, with smaller batches. So its accuracy is not to be compared at *one* learning rate; unit 03 has the fair experiment.
+# - **The asynchronous two** save the refill, and pay: with versions, and with gradients that are late. `pipedream` also makes an update per microbatch, so four times as many, each from a quarter of the samples. So its accuracy is not to be compared at *one* learning rate; unit 03 has the fair experiment.
 # - Three batches are a short stream. The asynchronous two fill and drain once, the others once *per batch*: with every further batch the asynchronous ones gain.
 # - Everybody would like to be in the lower right corner with a filled circle: fast, small, and never late. See who comes closest. Unit 07 shows how it is done.
 #

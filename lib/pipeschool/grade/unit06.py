@@ -382,6 +382,11 @@ def judge_choose(answer: Answer, site: str) -> None:
             raise Wrong(f"a reason that is true of {mix}", f"{reason!r}: not true", hint=TABLE)
 
 
+def site_part(site: str, hint: str) -> Part:
+    """One choice; with a seed it is checked again, for there are no other sites."""
+    return Part(title=f"for the {site}", cases=[(site,)], draw=lambda rng, size: (site,), hint=hint)
+
+
 CHOOSE = Exercise(
     name="choose",
     arguments="site",
@@ -389,23 +394,27 @@ CHOOSE = Exercise(
     reference=choose,
     judge=judge_choose,
     parts=[
-        Part(
-            title=f"for the {site}",
-            cases=[(site,)],
-            draw=lambda rng, size, site=site: (site,),  # there are no others
-            hint=hint,
-        )
-        for site, hint in {
-            "desk": "how many devices are there?",
-            "workstation": "does a whole copy of the model fit on one device? Then what would a "
-            "pipeline give you in return for its bubble?",
-            "server": "16 bytes for each weight: into how many parts must the model be cut? Cut it "
-            "no further, and use the other devices for copies",
-            "office": "a copy fits. But how long does the all-reduce of its gradients take over "
-            "this network, and how long a few messages?",
-            "cluster": "tensor parallel over links that are fast enough for it, a pipeline over "
-            "those that are not; then see whether it fits",
-        }.items()
+        site_part("desk", "how many devices are there?"),
+        site_part(
+            "workstation",
+            "does a whole copy of the model fit on one device? Then what would a pipeline give you "
+            "in return for its bubble?",
+        ),
+        site_part(
+            "server",
+            "16 bytes for each weight: into how many parts must the model be cut? Cut it no "
+            "further, and use the other devices for copies",
+        ),
+        site_part(
+            "office",
+            "a copy fits. But how long does the all-reduce of its gradients take over this "
+            "network, and how long a few messages?",
+        ),
+        site_part(
+            "cluster",
+            "tensor parallel over links that are fast enough for it, a pipeline over those that "
+            "are not; then see whether it fits",
+        ),
     ],
 )
 
