@@ -56,6 +56,31 @@ def test_gantt_has_a_number_in_the_middle_of_every_box() -> None:
     ]
 
 
+def bars(chart: draw.Chart) -> list[tuple[int, float, float]]:
+    """(worker, middle, height) of every bar at the foot of a box."""
+    found = []
+    for collection in chart.axes[0].collections:
+        for path in collection.get_paths():
+            left, top, right, bottom = (*path.vertices.min(0), *path.vertices.max(0))
+            if bottom - top < draw.BOX / 2:
+                found.append((round(bottom), (left + right) / 2, round(bottom - top, 6)))
+    return sorted(found)
+
+
+def test_bars_mark_the_later_stages_of_a_worker_the_higher_the_later() -> None:
+    assert bars(draw.gantt(predicted("gpipe", p=2, m=2))) == []
+    trace = ps.simulate(ps.interleaved_1f1b(2, 2, v=3))
+    shown = bars(draw.gantt(trace))
+    high = max(height for _, _, height in shown)
+    later = [s for s in trace.spans if s.action.kind != "U" and s.action.stage >= 2]
+    assert shown == sorted(
+        (s.worker, (s.start + s.end) / 2, high if s.action.stage >= 4 else round(high / 2, 6))
+        for s in later
+    )
+    (legend,) = draw.gantt(trace).legends
+    assert "a later stage of its worker" in [text.get_text() for text in legend.get_texts()]
+
+
 def test_gantt_names_workers_from_the_top_and_says_its_units() -> None:
     (axes,) = draw.gantt(predicted(p=3)).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [

@@ -29,11 +29,13 @@ FLOORS = {
     "simulate": 3,
     "greedy": 3,
     "run": 3,
-    "partition": 3,
     "text": 3,
     "mix": 4,
     "optimal": 4,
+    "partition": 4,
     "draw": 4,
+    "tune": 5,
+    "stability": 4,
     "bench": 5,
     "bench_report": 6,
     "course_data": 5,
@@ -42,7 +44,7 @@ FLOORS = {
     "cli": 7,
     "publish": 7,
 }
-MAY_NEED_TORCH = {"run", "partition"}  # of floors 0 to 3
+MAY_NEED_TORCH = {"run"}  # of floors 0 to 3
 WITHOUT_TORCH = {name for name, floor in FLOORS.items() if floor <= 3} - MAY_NEED_TORCH
 HEAVY = {"torch", "numpy", "matplotlib"}
 

@@ -85,7 +85,9 @@ __all__ = [
     "zb_v",
 ]
 
-_LATER = {"draw", "formats", "grade", "mix", "partition", "widgets"}  # load when first used
+_LATER = {  # modules that load when first used
+    "draw", "formats", "grade", "mix", "partition", "stability", "tune", "widgets",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -126,7 +126,7 @@ def bench(
                 case.rounds.clear()
         for case in cases:
             case.measure(turn)
-    return Benchmark(p, m, pace, started, cases)
+    return Benchmark(p, m, pace, started | {"load_after": machine()["load"]}, cases)
 
 
 def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
@@ -189,7 +189,8 @@ def plain_stages(p: int) -> list[nn.Module]:
 
 
 class Sleeper(nn.Module):
-    """A stage that takes its time by itself, whatever engine runs it: it computes, then sleeps."""
+    """A stage that takes its time by itself, whatever engine runs it: it computes, then sleeps
+    until the seconds are over, in its forward as in its backward."""
 
     def __init__(self, forward_seconds: float, backward_seconds: float):
         super().__init__()
@@ -198,27 +199,38 @@ class Sleeper(nn.Module):
         self.backward_seconds = backward_seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer; the rest of the declared time; and a mark for the backward to sleep at."""
+        """The layer, between two marks that the backward passes first and last."""
         until = time.perf_counter() + self.forward_seconds
-        y: Tensor = SleepBackward.apply(self.layer(x), self.backward_seconds)
-        time.sleep(max(0.0, until - time.perf_counter()))
+        over: list[float] = []  # when the backward will be
+        if not x.requires_grad:  # on the first stage; without this its backward would end before
+            x = x.detach().requires_grad_()
+        x = InBackward.apply(x, lambda: sleep_until(over.pop()))
+        y: Tensor = InBackward.apply(
+            self.layer(x), lambda: over.append(time.perf_counter() + self.backward_seconds)
+        )
+        sleep_until(until)
         return y
 
 
-class SleepBackward(torch.autograd.Function):
-    """Identity whose backward sleeps."""
+class InBackward(torch.autograd.Function):
+    """Identity whose backward calls something."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
         """`x`."""
-        ctx.seconds = seconds
+        ctx.call = call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient, after the seconds are over."""
-        time.sleep(ctx.seconds)
+        """The gradient as it came."""
+        ctx.call()
         return gradients[0], None
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep until `time.perf_counter` says `moment`."""
+    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def batch_seconds(trace: Trace) -> float:

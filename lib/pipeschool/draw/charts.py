@@ -25,10 +25,12 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 import matplotlib  # noqa: E402
 from matplotlib import font_manager  # noqa: E402
+from matplotlib.artist import Artist  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from pipeschool.text import summary, time_unit, title  # noqa: E402
@@ -44,12 +46,14 @@ NAMES = {
     "W": "weight gradient",
     "U": "update",
 }
+INK = {"F": "black", "B": "white", "I": "white", "W": "black", "U": "black"}  # on these colours
 IDLE = "#f4f4f4"
 HATCH = "#c4c4c4"  # strokes over idle time, so that it shows on white paper
 # Neighbouring versions differ in hue and lightness; all are light enough for black numbers.
 VERSIONS = ("#8fc4ec", "#ffe08a", "#c4a6dc", "#c8efcf", "#ef9a86", "#efe9a0")
 LANES = 1.4  # how much taller a row with two lanes is
 BOX = 0.8  # height of a box; a row is 1
+BAR = 0.12  # and of the bar at the foot of a worker's last chunk
 
 WIDTH = 10.0  # all lengths in inches
 LEFT, RIGHT, BOTTOM, TOP = 0.85, 0.15, 0.6, 0.6
@@ -271,11 +275,15 @@ def _stack(
             axes.set_title(line, loc="left", fontsize=9)
             draw_boxes(axes, trace, unit[0])
         kinds = {span.action.kind for trace in traces for span in trace.spans}
-        keys = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
+        keys: list[Artist] = [
+            Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds
+        ]
+        if any(any(chunks_of(trace).values()) for trace in traces):
+            keys.append(Line2D([], [], color="black", lw=3, label="a later stage of its worker"))
         chart.legend(
             handles=[*keys, Patch(facecolor=IDLE, edgecolor=HATCH, hatch="////", label="idle")],
             loc="lower right",
-            ncols=6,
+            ncols=7,
             frameon=False,
             fontsize=8,
             handlelength=1.2,
@@ -317,6 +325,7 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
     begin = begin_of(trace)
     points = axes.get_position().width * WIDTH * POINTS / axes.get_xlim()[1]  # per unit of time
     tallest = row_height(trace.p) * BOX * POINTS * 0.75
+    chunks = chunks_of(trace)
     for kind, colour in COLOURS.items():
         spans = [span for span in trace.spans if span.action.kind == kind]
         if not spans:
@@ -331,11 +340,17 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
         axes.add_collection(
             PolyCollection(boxes, facecolor=colour, edgecolor=edge, lw=line, clip_on=False)
         )
+        bars = [
+            _bar(*ends[i], span.worker, chunks[span.worker, span.action.stage])
+            for i, span in enumerate(spans)
+            if kind != "U" and chunks[span.worker, span.action.stage]
+        ]
+        axes.add_collection(PolyCollection(bars, facecolor=INK[kind], lw=0))
         digits = max(len(str(span.action.microbatch)) for span in spans)
         size = min(9, tallest, typical / (0.85 * digits))
         if kind == "U" or size < SMALLEST:
             continue
-        ink = "black" if kind in ("F", "W") else "white"
+        ink = INK[kind]
         for (left, right), span in zip(ends, spans, strict=True):
             number = str(span.action.microbatch)
             if (right - left) * points >= 0.62 * size * len(number):
@@ -353,6 +368,23 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
 def _box(left: float, right: float, worker: int) -> list[tuple[float, float]]:
     top, bottom = worker - BOX / 2, worker + BOX / 2
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _bar(left: float, right: float, worker: int, share: float) -> list[tuple[float, float]]:
+    """At the foot of a box; the higher, the later the chunk."""
+    inset, bottom = 0.1 * (right - left), worker + BOX / 2 - 0.05
+    left, right, top = left + inset, right - inset, bottom - share * BAR
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def chunks_of(trace: Trace) -> dict[tuple[int, int], float]:
+    """For (worker, stage), whether it is the worker's first stage (0), its last (1), or between."""
+    places: dict[tuple[int, int], float] = {}
+    for worker, row in enumerate(trace.rows):
+        stages = sorted({span.action.stage for span in row})
+        for place, stage in enumerate(stages):
+            places[worker, stage] = place / max(1, len(stages) - 1)
+    return places
 
 
 def row_height(workers: int) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
@@ -15,6 +17,7 @@ from pipeschool.versions import Policy, with_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from pipeschool.run.launch import Options, Pace, Result
     from pipeschool.run.weights import MakeOptimizer, MakeScheduler
@@ -43,6 +46,10 @@ def run(
     update_stages: bool = False,
     recompute: bool | Sequence[bool] = False,
     memory: bool = False,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    tensor_parallel: int = 1,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
 ) -> Result:
     """Train `stages` on `batches` as `schedule` says, one process per worker.
 
@@ -73,6 +80,11 @@ def run(
     recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same
         random numbers, for its backward; True, False, or one of them per stage. A paced backward
         then lasts as long as a forward and a backward.
+    tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
+        style of torch.distributed.tensor.parallel for layers by their name in the stage.
+    latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
+        really held back until a link like that would have brought it, as in `Cost`. The trace is
+        ``measured, paced`` then.
     memory: count the bytes of all tensors alive, see `Trace.memory`; every operation takes some
         microseconds longer.
 
@@ -86,7 +98,8 @@ def run(
             f"not {type(schedule).__name__}"
         )
     schedule = with_weights(schedule, weights)
-    start_fork_server()  # it imports torch while we do
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # there torchrun starts the workers
+        start_fork_server()  # it imports torch while we do
     options = options_of(
         loss=loss,
         optimizer=optimizer,
@@ -102,6 +115,10 @@ def run(
         update_stages=update_stages,
         recompute=recompute,
         memory=memory,
+        latency=latency,
+        bandwidth=bandwidth,
+        tensor_parallel=tensor_parallel,
+        tensor_plan=tensor_plan,
     )
     from pipeschool.run.launch import launch
 
@@ -131,8 +148,8 @@ def profile(
     whole_number("m", m)
     whole_number("rounds", rounds)
     return measure(
-        stages, batch, m, loss or torch.nn.functional.mse_loss, optimizer, recompute, rounds
-    )
+        stages, batch, m, loss or torch.nn.functional.mse_loss, optimizer, rounds, recompute
+    ).cost
 
 
 def options_of(
@@ -151,6 +168,10 @@ def options_of(
     update_stages: bool = False,
     recompute: bool | Sequence[bool] = False,
     memory: bool = False,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    tensor_parallel: int = 1,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
 ) -> Options:
     """The keyword arguments that `run` and `train` share, checked."""
     if engine not in ENGINES:
@@ -158,6 +179,9 @@ def options_of(
     number("timeout", timeout, positive=True)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
+    whole_number("tensor_parallel", tensor_parallel)
+    number("latency", latency)
+    number("bandwidth", bandwidth, positive=True, infinite=True)
     whole_number("seed", seed, at_least=0)
     import torch
 
@@ -177,6 +201,10 @@ def options_of(
         update_stages=update_stages,
         recompute=recompute,
         memory=memory,
+        latency=latency,
+        bandwidth=bandwidth,
+        tensor_parallel=tensor_parallel,
+        tensor_plan=tensor_plan,
     )
 
 

@@ -40,6 +40,7 @@ class RunError(RuntimeError):
         self.action = action
         self.peer = peer
         self.frames = frames
+        self.printed_elsewhere = False  # another process of this machine tells the user
 
     @property
     def microbatch(self) -> int | None:

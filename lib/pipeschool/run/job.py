@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,8 +12,17 @@ from pipeschool.actions import Action, Schedule
 from pipeschool.memory import Level
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.tensor import Plan
+from pipeschool.run.ties import Tie
 from pipeschool.run.weights import Parameters, StageState, Update
 from pipeschool.trace import Span
+
+
+class Link(NamedTuple):
+    """How fast messages are declared to be."""
+
+    latency: float  # seconds that each takes in addition
+    bandwidth: float  # bytes per second; a message occupies its link meanwhile
 
 
 @dataclass
@@ -28,6 +37,7 @@ class Job:
     loss: Loss
     update: Update
     recompute: list[bool]  # of every stage: keep only inputs, go forward again for the backward
+    link: Link | None  # declared speed of messages
     memory: bool  # note how many bytes are alive
     restore: dict[int, StageState]  # stage -> where it was when an earlier run ended
     generator: Tensor | None  # state of this worker's random numbers at that time
@@ -35,6 +45,9 @@ class Job:
     pace: dict[str, list[float]] | None  # kind -> declared seconds per stage
     backend: str
     device: str
+    ties: list[Tie]  # parameters that several stages share
+    parts: int  # processes of a worker, that share its weights between them
+    plan: Plan  # how
     rendezvous: str  # file through which the workers find each other
     nan_check: bool
     seed: int
@@ -43,7 +56,7 @@ class Job:
 
 @dataclass
 class Report:
-    """What one worker did. Times are of `time.perf_counter`, which all processes share."""
+    """What one worker did. Times are those of `clock.now`, which all processes share."""
 
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +20,14 @@ from pipeschool.check import check
 from pipeschool.cost import Cost, recompute_table
 from pipeschool.lower import lower
 from pipeschool.memory import StageBytes
-from pipeschool.run.job import Job, Report
+from pipeschool.run import torchrun
+from pipeschool.run.job import Job, Link, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss, Tensors
+from pipeschool.run.tensor import check_plan
+from pipeschool.run.ties import ready_for_ties, ties_of
 from pipeschool.run.torch_limits import refuse
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
@@ -86,7 +91,11 @@ class Options:
     update_stages: bool
     recompute: bool | Sequence[bool] = False
     memory: bool = False
+    latency: float = 0.0
+    bandwidth: float = math.inf
     engine: str = "pipeschool"
+    tensor_parallel: int = 1
+    tensor_plan: Any = None
 
 
 def launch(
@@ -102,10 +111,14 @@ def launch(
     With `state` the run goes on where an earlier one ended.
     """
     schedule, data = fit_batches(schedule, batches)
-    given, schedule = schedule, check(lower(check(schedule)))
     check_stages(schedule, stages)
-    if schedule.p > MOST_WORKERS:
-        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {schedule.p}")
+    parts = options.tensor_parallel
+    ties = ties_of(stages) if schedule.trains else []
+    given = ready_for_ties(check(schedule), ties, parts, options.engine)
+    schedule = check(lower(given))
+    processes = schedule.p * options.tensor_parallel
+    if processes > MOST_WORKERS and not torchrun.active():
+        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
     if state:
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
@@ -116,45 +129,66 @@ def launch(
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
-    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
-        jobs = [
-            Job(
-                schedule=schedule,
-                modules={s: stages[s] for s in schedule.stages_of(worker)},
-                inputs=inputs if worker in schedule.owners[0] else None,
-                targets=targets if worker in schedule.owners[-1] else None,
-                scales=scales,
-                loss=options.loss,
-                update=options.update,
-                recompute=recompute,
-                memory=options.memory,
-                restore={s: state.stages[s] for s in schedule.stages_of(worker)} if state else {},
-                generator=state.generators[worker] if state else None,
-                history=options.history,
-                pace=paces,
-                backend=backend,
-                device=devices[worker],
-                rendezvous=(Path(folder) / "rendezvous").as_uri(),
-                nan_check=options.nan_check,
-                seed=options.seed,
-                engine=options.engine,
-            )
-            for worker in range(schedule.p)
-        ]
-        packed = [pack(job) for job in jobs]
-        pool = Pool(schedule.p)
-        try:
-            for control, job in zip(pool.controls, packed, strict=True):
-                control.send_bytes(job)
-            reports = Watch(pool, schedule, options.timeout + longest).results()
-        finally:
-            pool.end()
-    result = put_together(schedule, reports, backend, devices, paces is not None, called)
+
+    def job(worker: int, rendezvous: str = "") -> Job:
+        mine = schedule.stages_of(worker)
+        return Job(
+            schedule=schedule,
+            # Copies made one by one no longer share parameters: each stage steps with its own.
+            modules={s: copy.deepcopy(stages[s]) if ties else stages[s] for s in mine},
+            inputs=inputs if worker in schedule.owners[0] else None,
+            targets=targets if worker in schedule.owners[-1] else None,
+            scales=scales,
+            loss=options.loss,
+            update=options.update,
+            recompute=recompute,
+            memory=options.memory,
+            link=link_of(options),
+            restore={s: state.stages[s] for s in mine} if state else {},
+            generator=state.generators[worker] if state else None,
+            history=options.history,
+            pace=paces,
+            backend=backend,
+            device=devices[worker],
+            ties=ties,
+            parts=parts,
+            plan=plan,
+            rendezvous=rendezvous,
+            nan_check=options.nan_check,
+            seed=options.seed,
+            engine=options.engine,
+        )
+
+    plan = check_plan(list(stages), options.tensor_plan) if parts > 1 else {}
+    if parts > 1:
+        refuse_with_parts(schedule, options, state)
+    if torchrun.active():
+        reports = torchrun.take_part(job, schedule, options.timeout + longest)
+    else:
+        reports = on_this_machine(job, schedule, options.timeout + longest, parts)
+    paced = paces is not None or link_of(options) is not None
+    result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:
         result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
     if options.update_stages:
         load(stages, result.state)
     return result
+
+
+def on_this_machine(
+    job: Callable[[int, str], Job], schedule: Schedule, timeout: float, parts: int
+) -> list[Report]:
+    """Start the workers as processes of this machine, and watch over them."""
+    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        packed = [pack(job(w, rendezvous)) for w in range(schedule.p) for _ in range(parts)]
+        pool = Pool(len(packed))
+        try:
+            for control, parcel in zip(pool.controls, packed, strict=True):
+                control.send_bytes(parcel)
+            return Watch(pool, schedule, timeout, parts).results()
+        finally:
+            pool.end()
 
 
 def load(stages: Sequence[nn.Module], state: State) -> None:
@@ -264,8 +298,28 @@ def choose_device(device: str, p: int) -> tuple[str, list[str]]:
         raise ValueError("device='cuda' needs a GPU that torch can use; there is none: use 'cpu'")
     if not gpus:
         return "gloo", ["cpu"] * p
+    if torchrun.active() and gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        return "nccl", [f"cuda:{os.environ['LOCAL_RANK']}"] * p  # each machine counts its own
     backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"
     return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
+
+
+def refuse_with_parts(schedule: Schedule, options: Options, state: State | None) -> None:
+    """ValueError for what does not go with tensor parallelism."""
+    for name, asked in (
+        ("memory=True", options.memory),
+        ("engine='torch'", options.engine != "pipeschool"),
+        ("torchrun", torchrun.active()),
+        ("train, which restores optimizers", state is not None),
+    ):
+        if asked:
+            raise ValueError(f"tensor_parallel does not go with {name} here")
+
+
+def link_of(options: Options) -> Link | None:
+    """The declared link; None where messages take what they take."""
+    declared = options.latency > 0 or options.bandwidth < math.inf
+    return Link(options.latency, options.bandwidth) if declared else None
 
 
 def pace_table(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +25,27 @@ from pipeschool.versions import Flush, Ledger
 Do = Callable[[Action, Callable[[], Any]], Any]  # does the work of an action, and measures it
 
 
+class Measured(NamedTuple):
+    """What was measured.
+
+    cost: medians, and bytes. seconds: all times that count, by kind of action and stage. warm_up:
+    seconds of the first microbatch, there and back, which do not count.
+    """
+
+    cost: Cost
+    seconds: Mapping[str, Mapping[int, Sequence[float]]]
+    warm_up: float
+
+
 def measure(
     stages: Sequence[nn.Module],
     batch: tuple[Any, Any],
     m: int,
     loss: Loss,
     optimizer: MakeOptimizer | None,
-    recompute: bool | Sequence[bool],
     rounds: int,
-) -> Cost:
+    recompute: bool | Sequence[bool] = False,
+) -> Measured:
     """See `pipeschool.run.profile`. `recompute` is for the `Cost`, which knows what follows."""
     inputs, targets, scales = cut([batch], Schedule("", 1, m, ()))
     line = [_stage(index, module, optimizer) for index, module in enumerate(stages)]
@@ -45,9 +57,9 @@ def measure(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
-    clock, scale = _Clock(), _Scale(len(line))
+    first, clock, scale = _Clock(), _Clock(), _Scale(len(line))
     try:
-        microbatch(0, False, lambda action, work: work())  # the first time is slower
+        microbatch(0, False, first.do)  # the first time is slower
         with scale.live:
             microbatch(1, False, scale.do)
         for turn in range(2 * rounds):
@@ -59,7 +71,7 @@ def measure(
         torch.set_num_threads(threads)
     weights = [stage.weights for stage in line]
     states = [list(w.optimizer.state.values()) if w.optimizer else [] for w in weights]
-    return Cost(
+    cost = Cost(
         forward=clock.medians("F"),
         backward=clock.medians("B"),
         input_backward=clock.medians("I"),
@@ -73,6 +85,7 @@ def measure(
         activation_bytes=scale.activations,
         working_bytes=scale.working,
     )
+    return Measured(cost, clock.seconds, first.total)
 
 
 class _Clock:
@@ -88,6 +101,11 @@ class _Clock:
         result = work()
         self.seconds[action.kind][action.stage].append(time.perf_counter() - start)
         return result
+
+    @property
+    def total(self) -> float:
+        """The sum of all."""
+        return sum(sum(times) for kind in self.seconds.values() for times in kind.values())
 
     def medians(self, kind: str) -> list[float]:
         return [median(times) for _, times in sorted(self.seconds[kind].items())]

@@ -31,14 +31,14 @@ def start_fork_server() -> Any:
     """
     context: Any = multiprocessing.get_context("forkserver" if FORKSERVER else "spawn")
     if FORKSERVER:
-        context.set_forkserver_preload(["pipeschool.run.worker"])
+        context.set_forkserver_preload(["pipeschool.run.process"])
         forkserver.ensure_running()
     return context
 
 
 def be_worker(*args: Any) -> None:
     """What a worker process does. Only workers import it: it is heavy, and they have it already."""
-    from pipeschool.run.worker import main
+    from pipeschool.run.process import main
 
     main(*args)
 

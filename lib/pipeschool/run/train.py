@@ -81,7 +81,7 @@ def train(
     """
     import torch
 
-    from pipeschool.run import options_of
+    from pipeschool.run import options_of, torchrun
     from pipeschool.run.launch import launch, load
 
     chosen = options_of(**options)
@@ -94,6 +94,8 @@ def train(
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
     training, place, state = _resume(file, identity, log)
+    if torchrun.active():
+        torchrun.refuse_difference("checkpoints", place)
     samples = seconds = 0.0
     for epoch in range(place.epoch, epochs):
         with torch.random.fork_rng(devices=[]):

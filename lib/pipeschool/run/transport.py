@@ -30,6 +30,8 @@ from torch import Tensor
 from pipeschool.actions import MESSAGE_KINDS, Action, Schedule
 from pipeschool.lower import message_of, peer_of, sender_of
 from pipeschool.run.stage import Tensors
+from pipeschool.run.tensor import local
+from pipeschool.run.ties import Tie
 
 PACKET = 2048  # numbers of 8 bytes in a packet
 HEADER = 128  # of them for the header
@@ -68,13 +70,27 @@ class Arrived(NamedTuple):
 
     action: Action
     tensors: Tensors
-    left: float  # time.perf_counter, which all processes of a machine share
+    left: float  # on the clock of worker 0
 
 
 class Transport:
-    """One worker's sends and receives. Tensors live on `device`, and travel through `wire`."""
+    """One worker's sends and receives. Tensors live on `device`, and travel through `wire`.
 
-    def __init__(self, worker: int, schedule: Schedule, device: torch.device, backend: str):
+    With tensor parallelism this is `part` out of `parts` of the worker, and talks to the same part
+    of the others.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        schedule: Schedule,
+        device: torch.device,
+        backend: str,
+        part: int = 0,
+        parts: int = 1,
+    ):
+        self.part = part
+        self.parts = parts
         self.schedule = schedule
         self.device = device
         self.wire = device if backend == "nccl" else torch.device("cpu")
@@ -85,11 +101,13 @@ class Transport:
         self.sending: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self.inbox: dict[int, queue.SimpleQueue[Arrived | BaseException]] = {}
         # Of stages on several workers: groups are made by all workers, in the same order.
-        self.replicas: dict[int, Any] = {
-            stage: dist.new_group(list(workers))
+        groups = {
+            (stage, other): dist.new_group([w * parts + other for w in workers])
             for stage, workers in enumerate(schedule.owners)
             if len(workers) > 1
+            for other in range(parts)
         }
+        self.replicas = {stage: g for (stage, other), g in groups.items() if other == part}
         if backend == "gloo":
             self._start_inboxes(schedule.workers[worker])
 
@@ -129,11 +147,12 @@ class Transport:
         """Start sending what was done at `left`. The buffers are kept until they have gone."""
         message.packet[LEFT] = int(left * 1e9)
         peer = peer_of(action, self.schedule)
-        parts = []
+        pieces = []
         for part, tensor in enumerate([message.packet, *message.rest]):
             tag = self._tag(message_of(action), part)
-            parts.append((guarded(self._group(action).send, [tensor], peer, tag), tensor))
-        self.sending[peer].append(parts)
+            work = guarded(self._group(action).send, [tensor], self._rank(peer), tag)
+            pieces.append((work, tensor))
+        self.sending[peer].append(pieces)
         self.let_go(ON_THEIR_WAY)
 
     def let_go(self, keep: int = 0) -> None:
@@ -174,7 +193,19 @@ class Transport:
         """Add to `gradients` those of the other workers that take turns at `stage`, if any do."""
         group = self.replicas.get(stage)
         for name in sorted(gradients) if group else ():
-            guarded(dist.all_reduce, gradients[name], dist.ReduceOp.SUM, group)
+            guarded(dist.all_reduce, local(gradients[name]), dist.ReduceOp.SUM, group)
+
+    def meet_for(self, ties: Sequence[Tie]) -> None:
+        """Make a group for the workers of each of `ties`: all workers do, in the same order."""
+        self.ties: list[Any] = []
+        for tie in ties:
+            workers = sorted({self.schedule.owner(stage, 0) for stage, _ in tie})
+            self.ties.append(dist.new_group(workers) if len(workers) > 1 else None)
+
+    def sum_over_tie(self, number: int, gradient: Tensor) -> None:
+        """Add to `gradient` that of the other workers that have this parameter."""
+        if group := self.ties[number]:
+            guarded(dist.all_reduce, gradient, dist.ReduceOp.SUM, group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -233,7 +264,12 @@ class Transport:
         return Arrived(came, tuple(tensors), header[LEFT] / 1e9)
 
     def _receive(self, tensor: Tensor, action: Action, peer: int, part: int) -> Any:
-        return guarded(self._group(action).recv, [tensor], peer, self._tag(action, part))
+        tag = self._tag(action, part)
+        return guarded(self._group(action).recv, [tensor], self._rank(peer), tag)
+
+    def _rank(self, worker: int) -> int:
+        """The process of `worker` that this one talks to."""
+        return worker * self.parts + self.part
 
     def _group(self, action: Action) -> Any:
         return self.groups[action.kind[-1]]

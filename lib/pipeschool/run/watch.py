@@ -27,11 +27,16 @@ START_LIMIT = 60.0  # seconds until all workers must have begun
 
 
 class Watch:
-    """Waits for `pool` to do a lowered schedule; `timeout` seconds without progress end it."""
+    """Waits for `pool` to do a lowered schedule; `timeout` seconds without progress end it.
 
-    def __init__(self, pool: Pool, schedule: Schedule, timeout: float):
+    `parts`: processes of each worker. Methods count processes; messages name workers.
+    """
+
+    def __init__(self, pool: Pool, schedule: Schedule, timeout: float, parts: int = 1):
         self.pool = pool
         self.schedule = schedule
+        self.parts = parts
+        self.rows = [row for row in schedule.workers for _ in range(parts)]
         self.timeout = timeout
         self.reports: dict[int, Report] = {}
         self.failures: dict[int, Failure] = {}
@@ -41,12 +46,10 @@ class Watch:
     def results(self) -> list[Report]:
         """One report per worker, or `RunError`; `RunStopped` for the stop button."""
         verdict_at: float | None = None
-        workers = range(self.schedule.p)
+        workers = range(len(self.rows))
         try:
-            with tqdm(
-                total=sum(map(len, self.schedule.workers)), delay=2, leave=False, unit="action"
-            ) as bar:
-                while len(self.reports) < self.schedule.p:
+            with tqdm(total=sum(map(len, self.rows)), delay=2, leave=False, unit="action") as bar:
+                while len(self.reports) < len(self.rows):
                     self._listen()
                     moved = sum(self.pool.board) - bar.n
                     if moved > 0:
@@ -61,9 +64,9 @@ class Watch:
                     if verdict_at is None and self.progress.stalled(self.timeout):
                         raise self._stalled()
         except KeyboardInterrupt:
-            places = "; ".join(f"worker {w} was at {self._place(w)}" for w in workers)
+            places = "; ".join(f"worker {w // self.parts} was at {self._place(w)}" for w in workers)
             raise RunStopped(f"stopped: all workers have been ended ({places})") from None
-        return [self.reports[w] for w in workers]
+        return [self.reports[w] for w in workers[:: self.parts]]
 
     def _listen(self) -> None:
         """Take in whatever workers say, print or do within a tenth of a second."""
@@ -106,8 +109,10 @@ class Watch:
         lines = "".join(f"\n  {frame}" for frame in failure.frames)
         where = at.describe() if at else "its start"
         waiting = self._waiting_for(worker)
-        message = f"worker {worker} failed at {where}{waiting}: {failure.error}{lines}"
-        return RunError(message, worker, at, self._peer(worker), failure.frames)
+        message = (
+            f"worker {worker // self.parts} failed at {where}{waiting}: {failure.error}{lines}"
+        )
+        return RunError(message, worker // self.parts, at, self._peer(worker), failure.frames)
 
     def _died(self, worker: int) -> RunError:
         process = self.pool.processes[worker]
@@ -120,29 +125,29 @@ class Watch:
         )
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
-        message = f"worker {worker} {how} {where}{self._waiting_for(worker)}"
-        return RunError(message, worker, at, self._peer(worker))
+        message = f"worker {worker // self.parts} {how} {where}{self._waiting_for(worker)}"
+        return RunError(message, worker // self.parts, at, self._peer(worker))
 
     def _stalled(self) -> RunError:
-        open_ = [w for w in range(self.schedule.p) if w not in self.reports]
+        open_ = [w for w in range(len(self.rows)) if w not in self.reports]
         stuck = [w for w in open_ if not self._waits(w)] or open_
         worker = stuck[0]
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         message = (
-            f"worker {worker} is stuck {where}{self._waiting_for(worker)}: nothing has moved for "
-            f"{self.progress.still:.1f} s. A slow stage needs a larger timeout= "
+            f"worker {worker // self.parts} is stuck {where}{self._waiting_for(worker)}: nothing "
+            f"has moved for {self.progress.still:.1f} s. A slow stage needs a larger timeout= "
             f"(now {self.timeout:g} s)"
         )
-        return RunError(message, worker, at, self._peer(worker))
+        return RunError(message, worker // self.parts, at, self._peer(worker))
 
     def _at(self, worker: int) -> Action | None:
         position = self.pool.board[worker]
-        row = self.schedule.workers[worker]
+        row = self.rows[worker]
         return row[min(position, len(row) - 1)] if position >= 0 else None
 
     def _place(self, worker: int) -> str:
-        if self.pool.board[worker] >= len(self.schedule.workers[worker]):
+        if self.pool.board[worker] >= len(self.rows[worker]):
             return "its end"
         return str(self._at(worker) or "its start")
 
@@ -151,22 +156,23 @@ class Watch:
         at = self._at(worker)
         if at is None or at.kind not in ("RECV_F", "RECV_B"):
             return False
-        return peer is None or peer_of(at, self.schedule) == peer
+        return peer is None or peer_of(at, self.schedule) == peer // self.parts
 
     def _peer(self, worker: int) -> int | None:
         """The other end of the message `worker` is at; else a worker that waits for it."""
         at = self._at(worker)
         if at and at.is_message:
             return peer_of(at, self.schedule)
-        return next((w for w in range(self.schedule.p) if self._waits(w, worker)), None)
+        waiting = (w for w in range(len(self.rows)) if self._waits(w, worker))
+        return next((w // self.parts for w in waiting), None)
 
     def _waiting_for(self, worker: int) -> str:
         """Who is held up: `` (worker 2 waits for it at 2RECV_F3)``."""
         at = self._at(worker)
         parts = [f"with worker {peer_of(at, self.schedule)}"] if at and at.is_message else []
         parts += [
-            f"worker {w} waits for it at {self._at(w)}"
-            for w in range(self.schedule.p)
+            f"worker {w // self.parts} waits for it at {self._at(w)}"
+            for w in range(len(self.rows))
             if self._waits(w, worker)
         ]
         return f" ({'; '.join(parts)})" if parts else ""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
+from pipeschool.run.tensor import local, move, whole
 from pipeschool.versions import Ledger
 
 Parameters = dict[str, Tensor]
@@ -96,7 +97,7 @@ class StageWeights:
         for name, parameter in self.current.items():
             parameter.grad = self.gradients.get(name)
             if keep and self.optimizer:  # the old values are still needed: step on a copy
-                parameter.data = parameter.data.clone()
+                move(parameter)
         if self.optimizer:
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.current.values(), self.clip_norm)
@@ -113,7 +114,8 @@ class StageWeights:
     @property
     def bytes(self) -> int:
         """Size of one version."""
-        return sum(p.numel() * p.element_size() for p in self.current.values())
+        slices = [local(p) for p in self.current.values()]
+        return sum(p.numel() * p.element_size() for p in slices)
 
     @property
     def held(self) -> int:
@@ -121,7 +123,7 @@ class StageWeights:
         if not self.current:
             return 1
         first = next(iter(self.current))
-        return len({version[first].data_ptr() for version in self.versions.values()})
+        return len({local(version[first]).data_ptr() for version in self.versions.values()})
 
     def state(self, module: nn.Module) -> StageState:
         """Where the stage is now, once nothing is in flight."""
@@ -154,9 +156,9 @@ class StageWeights:
 
 
 def on_cpu(value: Any) -> Any:
-    """`value` with every tensor in its dicts, lists and tuples copied to the CPU."""
+    """`value` with every tensor in its dicts, lists and tuples copied to the CPU, whole."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return whole(value.detach()).cpu().clone()
     if isinstance(value, dict):
         return {key: on_cpu(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

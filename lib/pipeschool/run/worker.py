@@ -1,19 +1,11 @@
-"""A worker: the loop over its row of actions, and the process around it."""
+"""A worker: the loop over its row of actions."""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import socket
-import sys
-import threading
 import time
-import traceback
+from collections import defaultdict
 from collections.abc import Callable, MutableSequence
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +13,13 @@ import torch._dynamo  # optimizers import it at their first step; a forked worke
 import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
-from pipeschool.lower import outgoing
-from pipeschool.run.clock import Clock, Mark
-from pipeschool.run.errors import Frame
+from pipeschool.lower import outgoing, peer_of
+from pipeschool.run.clock import Clock, Mark, now
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
-from pipeschool.run.parcel import pack, unpack
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
-from pipeschool.run.transport import Packed, PeerLost, Transport
+from pipeschool.run.tensor import parallelize
+from pipeschool.run.transport import Packed, Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
 from pipeschool.versions import Ledger, Stash, ledger
@@ -60,6 +51,8 @@ class Worker:
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
         self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
+        self.tied = [0] * len(job.ties)  # updates of each parameter that stages share
+        self.link_free: defaultdict[int, float] = defaultdict(float)  # peer -> end of last message
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
     def do(self, action: Action) -> None:
@@ -78,7 +71,8 @@ class Worker:
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
                 message = self.outbox.pop(action)
-                self.transport.send(action, message, self.ready or time.perf_counter())
+                done = self.ready if self.job.pace else now()
+                self.transport.send(action, message, self.arrival(action, message, done))
                 size = message.bytes
             case "RECV_F" | "RECV_B":
                 arrived = self.transport.receive(action)
@@ -86,6 +80,8 @@ class Worker:
                 if self.meter:  # another thread took them in
                     self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
+                if self.job.link:
+                    sleep_until(arrived.left)
         end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
             seconds = self.job.pace[action.kind][action.stage]
@@ -155,10 +151,26 @@ class Worker:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
         self.transport.sum_over_replicas(action.stage, weights.gradients)
+        self.sum_ties(action)
         version = weights.update(action)
         if self.job.history:
             self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
         return version
+
+    def sum_ties(self, update: Action) -> None:
+        """Before the first update here of a parameter that stages share: its gradients, summed."""
+        for number, tie in enumerate(self.job.ties):
+            here = [(self.stages[s].weights, name) for s, name in tie if s in self.stages]
+            mine = any(stage == update.stage for stage, _ in tie)
+            if not mine or self.tied[number] > update.microbatch:
+                continue
+            self.tied[number] += 1
+            total = torch.zeros_like(here[0][0].current[here[0][1]])
+            for weights, name in here:
+                total += weights.gradients.get(name, 0.0)
+            self.transport.sum_over_tie(number, total)
+            for weights, name in here:
+                weights.gradients[name] = total.clone()
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
@@ -188,12 +200,22 @@ class Worker:
         clock starts in time.
         """
         begin = self.ready or start
-        done = time.perf_counter()
+        done = now()
         until = begin + seconds
-        while (left := until - time.perf_counter()) > 0:
-            time.sleep(left)
+        sleep_until(until)
         self.ready = max(until, done)
         return begin, self.ready
+
+    def arrival(self, send: Action, message: Packed, done: float) -> float:
+        """When what is `done` now counts as there: at once, or when the declared link would have
+        brought it. A message waits until its link has brought those before it."""
+        if self.job.link is None:
+            return done
+        latency, bandwidth = self.job.link
+        peer = peer_of(send, self.job.schedule)
+        left = max(done, self.link_free[peer]) + message.bytes / bandwidth
+        self.link_free[peer] = left
+        return left + latency
 
     def refuse_nan(self, action: Action, tensors: Tensors) -> None:
         """Where the caller asked for it: stop at the first number that is none."""
@@ -219,6 +241,12 @@ class Worker:
         return self.report
 
 
+def sleep_until(moment: float) -> None:
+    """Do nothing until `now` says `moment`."""
+    while (left := moment - now()) > 0:
+        time.sleep(left)
+
+
 def warm_up(device: torch.device) -> None:
     """One tiny microbatch there and back, so that the first action does not pay for torch's start
     and for the first touch of memory that a forked process shares."""
@@ -233,95 +261,36 @@ def warm_up(device: torch.device) -> None:
         weights.update(U(1, k))
 
 
-def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection) -> None:
-    """A worker process: get the job, find the others, do the row, report, wait to be ended.
+def work(
+    rank: int, job: Job, device: torch.device, board: MutableSequence[int]
+) -> Report | Failure:
+    """Do this process's row, once the process group is there. With tensor parallelism, several
+    processes are one worker.
 
-    `board[rank]` always says which action of the row is under way, so that the controller can
-    tell even when this process is gone.
+    `board[rank]` always says which action of the row is under way.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
-    for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
-        redirect(output, descriptor)
-    action: Action | None = None
-    try:
-        torch.set_num_threads(1)
-        gc.freeze()
-        job: Job = unpack(control.recv_bytes())
-        threading.Thread(target=end_with_controller, args=(control,), daemon=True).start()
-        device = torch.device(job.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL looks there
-        if name := loopback():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        dist.init_process_group(
-            job.backend, init_method=job.rendezvous, rank=rank, world_size=job.schedule.p
-        )
-        warm_up(device)
-        torch.manual_seed(job.seed + rank)
-        if job.generator is not None:
-            torch.set_rng_state(job.generator)
-        for module in job.modules.values():
-            module.to(device)
-        answer: Report | Failure
-        if job.engine != "pipeschool":
-            from pipeschool.run import torch_engine  # it imports this module
+    warm_up(device)
+    number = rank // job.parts
+    torch.manual_seed(job.seed + number)
+    if job.generator is not None:
+        torch.set_rng_state(job.generator)
+    for module in job.modules.values():
+        module.to(device)
+    if job.parts > 1:
+        parallelize(job.modules, job.schedule.p, job.parts, job.plan, device)
+    if job.engine != "pipeschool":
+        from pipeschool.run import torch_engine
 
-            answer = torch_engine.work(rank, job, device, board)
-        else:
-            transport = Transport(rank, job.schedule, device, job.backend)
-            worker = Worker(rank, job, transport)
-            dist.barrier()
-            worker.clock.start()
-            with worker.meter.live if worker.meter else nullcontext():
-                for position, action in enumerate(job.schedule.workers[rank]):
-                    board[rank] = position
-                    worker.do(action)
-            board[rank] = len(job.schedule.workers[rank])
-            answer = worker.finish()
-    except BaseException as error:
-        answer = failure(action, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    control.send_bytes(pack(answer))
-    threading.Event().wait()  # the peers may still be reading; the controller ends all at once
-
-
-def loopback() -> str | None:
-    """The interface through which a machine talks to itself. gloo would look for the host's name,
-    which a laptop without a network may not be able to find."""
-    if os.name != "posix":
-        return None
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def redirect(target: Connection, descriptor: int) -> None:
-    """Let `descriptor` (1 stdout, 2 stderr) write to `target`, for C code as for Python."""
-    os.dup2(target.fileno(), descriptor)
-    stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    if descriptor == 1:
-        sys.stdout = stream
-    else:
-        sys.stderr = stream
-
-
-def end_with_controller(control: Connection) -> None:
-    """No orphans: when the controller is gone, so is its end of the pipe, and so is this worker."""
-    try:
-        control.poll(None)
-    finally:
-        os._exit(1)
-
-
-def failure(action: Action | None, error: BaseException) -> Failure:
-    """`error` as plain data: what it says, and the lines of the learner's code it came through."""
-    library = str(Path(__file__).parents[1])
-    torch_home = str(Path(torch.__file__).parent)
-    frames = tuple(
-        Frame(frame.filename, frame.lineno or 0, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((library, torch_home, "<frozen"))
-    )
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = f"{type(error).__name__}: {error}{notes}"
-    return Failure(action, text, frames, secondary=isinstance(error, PeerLost))
+        return torch_engine.work(rank, job, device, board)
+    transport = Transport(number, job.schedule, device, job.backend, rank % job.parts, job.parts)
+    transport.meet_for(job.ties)
+    worker = Worker(number, job, transport)
+    row = job.schedule.workers[number]
+    dist.barrier()
+    worker.clock.start()
+    with worker.meter.live if worker.meter else nullcontext():
+        for position, action in enumerate(row):
+            board[rank] = position
+            worker.do(action)
+    board[rank] = len(row)
+    return worker.finish()

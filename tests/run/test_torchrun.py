@@ -1,0 +1,219 @@
+"""The same training under torchrun: two launchers, as on two machines, and faults on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("distributed_script.py")
+PATIENCE = 90  # seconds for a whole test, on a busy machine
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher(
+    arguments: list[str],
+    log: Path,
+    address: str,
+    port: int,
+    machine: int,
+    local: str = "",
+    prefix: tuple[str, ...] = (),
+    n: int = 2,
+) -> subprocess.Popen:
+    """One torchrun: half of the workers. Machine 0 is where all meet."""
+    command = [
+        *prefix,
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={n}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", "--rdzv-id=test"),
+        *(f"--rdzv-conf=is_host={machine == 0}", f"--local-addr={local or address}"),
+        *(str(SCRIPT), *arguments),
+    ]
+    with log.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def two_launchers(folder: Path, fault: str = "-", keep: str = "-", n: int = 2) -> list[str]:
+    """Run the script under two launchers on this machine; what each of them printed."""
+    folder.mkdir(exist_ok=True)
+    arguments, port = [str(folder), keep, "4", fault], free_port()
+    logs = [folder / f"launcher{i}.log" for i in range(2)]
+    both = [
+        launcher(arguments, log, "127.0.0.1", port, machine, n=n)
+        for machine, log in enumerate(logs)
+    ]
+    return finish(both, logs)
+
+
+def finish(both: list[subprocess.Popen], logs: list[Path]) -> list[str]:
+    try:
+        for process in both:
+            process.wait(PATIENCE)
+    finally:
+        for process in both:
+            for child in (
+                [*psutil.Process(process.pid).children(recursive=True)]
+                if (process.poll() is None)
+                else []
+            ):
+                child.kill()
+            process.kill()
+            process.wait()
+    return [log.read_text() for log in logs]
+
+
+def sentences(output: str) -> list[str]:
+    return re.findall(r"^pipeschool: (.*)$", output, flags=re.MULTILINE)
+
+
+def saved(folder: Path) -> list[dict]:
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    """What the script gives on one machine, without torchrun."""
+    folder = tmp_path_factory.mktemp("alone")
+    environment = os.environ | {"RANK": "0", "GROUP_RANK": "0"}
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), "-", "4", "-"],
+        check=True,
+        env=environment,
+        timeout=PATIENCE,
+        capture_output=True,
+    )
+    return torch.load(folder / "rank0.pt")
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    assert found["losses"] == expected["losses"]
+    for ours, theirs in zip(found["states"], expected["states"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_launchers_train_to_the_very_weights_of_one_machine(tmp_path, undisturbed):
+    outputs = two_launchers(tmp_path)
+    for found in saved(tmp_path):
+        assert_equal(found, undisturbed)
+    assert "epoch 1, batch 4" in "".join(outputs)  # worker 0 tells how it goes, nobody else
+    assert "".join(outputs).count("epoch 1, batch 4") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("raise:2:6", r"worker 2 failed at 2F5 \(.*\): ValueError: the tea is cold"),
+        ("kill:0:6", r"worker 0 was lost.*: its process or its machine has gone"),
+        ("kill:3:6", r"worker 3 was lost.*: its process or its machine has gone"),
+        ("sleep:1:6", r"worker 1 is stuck at 1F5 .* nothing has moved for"),
+    ],
+)
+def test_a_fault_on_one_machine_ends_both_with_one_message(tmp_path, fault, says):
+    outputs = two_launchers(tmp_path, fault)
+    for output in outputs:  # everybody hears it, once
+        (sentence,) = sentences(output)
+        assert re.match(says, sentence)
+    assert not list(tmp_path.glob("rank*.pt"))
+
+
+def test_after_a_loss_the_training_goes_on_from_its_checkpoint(tmp_path, undisturbed):
+    keep = str(tmp_path / "checkpoint")
+    two_launchers(tmp_path, "kill:2:14", keep)
+    left = [torch.load(f"{keep}.{machine}", weights_only=True)["place"] for machine in (0, 1)]
+    assert left[0] == left[1] == (0, 2)  # it was killed in the second leg
+    outputs = two_launchers(tmp_path, "-", keep)
+    assert "going on from" in "".join(outputs)
+    for found in saved(tmp_path):
+        assert_equal(found, undisturbed)
+    Path(f"{keep}.1").unlink()  # as if a new machine had taken the place of an old one
+    for output in two_launchers(tmp_path, "-", keep):
+        assert "the checkpoints of the machines differ" in output
+
+
+def test_a_wrong_number_of_processes_is_one_sentence(tmp_path):
+    outputs = two_launchers(tmp_path, n=1)
+    message = (
+        "torchrun started 2 processes, but one_f_one_b needs 4, one for each worker: "
+        "--nnodes times --nproc-per-node must be 4"
+    )
+    assert all(message in output for output in outputs)
+
+
+def namespaces() -> str:
+    """Why two network namespaces cannot be had; empty where they can."""
+    if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return "needs the commands ip and tc"
+    probe = subprocess.run(["ip", "netns", "add", "pipeschool-probe"], capture_output=True)
+    subprocess.run(["ip", "netns", "del", "pipeschool-probe"], capture_output=True)
+    return "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+
+
+NO_NAMESPACES = namespaces()
+
+
+@pytest.fixture
+def shaped_link():
+    """Two network namespaces, tea-0 and tea-1, joined by a link of 20 Mbit a second."""
+    steps = ["ip link add tea-0 type veth peer name tea-1"]
+    for i in range(2):
+        inside = f"ip netns exec tea-{i}"
+        steps += [
+            f"ip netns add tea-{i}",
+            f"ip link set tea-{i} netns tea-{i}",
+            f"{inside} ip addr add 10.77.0.{i + 1}/24 dev tea-{i}",
+            f"{inside} ip link set lo up",
+            f"{inside} ip link set tea-{i} up",
+            f"{inside} tc qdisc add dev tea-{i} root tbf rate 20mbit burst 32kbit latency 400ms",
+        ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no shaped link here: {step}: {done.stderr.strip()}")
+        yield
+    finally:
+        for i in range(2):
+            subprocess.run(["ip", "netns", "del", f"tea-{i}"], capture_output=True)
+
+
+@pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+@pytest.mark.parametrize("fault", ["-", "kill:2:6"])
+def test_across_two_networks_with_a_slow_link(tmp_path, shaped_link, undisturbed, fault):
+    arguments = [str(tmp_path), "-", "4", fault]
+    logs = [tmp_path / f"launcher{i}.log" for i in range(2)]
+    both = [
+        launcher(
+            arguments,
+            log,
+            "10.77.0.1",
+            29400,
+            machine,
+            local=f"10.77.0.{machine + 1}",
+            prefix=("ip", "netns", "exec", f"tea-{machine}"),
+        )
+        for machine, log in enumerate(logs)
+    ]
+    outputs = finish(both, logs)
+    if fault == "-":
+        for found in saved(tmp_path):
+            assert_equal(found, undisturbed)
+    else:
+        for output in outputs:
+            (sentence,) = sentences(output)
+            assert re.match(r"worker 2 was lost", sentence)
