@@ -192,27 +192,6 @@ def test_where_a_copy_fits_and_links_are_fast_there_is_no_pipeline():
     assert "A pipeline is not worth it" in str(found)
 
 
-def test_of_equally_fast_mixes_the_one_with_the_least_memory_wins():
-    """Over links that cost nothing, sharing every layer takes as long as copies of all of them."""
-    mix = ps.mix.recommend(TINY, FREE, 8).best.mix
-    assert (mix.tensor, mix.m, mix.microbatch) == (8, 8, 1)
-
-
-def test_slow_links_leave_devices_idle():
-    """96 seconds alone; a message or an all-reduce takes longer than all of it."""
-    snail = replace(LINKS, inside=0.1, between=0.1)
-    assert ps.mix.recommend(TINY, snail, 8).best.mix.devices == 1
-
-
-def test_where_a_copy_fits_and_links_are_fast_data_parallel_wins():
-    fast = replace(LINKS, inside=1e6, between=1e6)
-    found = ps.mix.recommend(TINY, fast, 8)
-    assert (found.best.mix.data, found.best.mix.pipeline) == (8, 1)
-    reason = kinds(found)["faster than a pipeline"]
-    assert reason.value == found.best.seconds < reason.limit
-    assert "A pipeline is not worth it" in str(found)
-
-
 def test_tensor_inside_the_node_and_pipeline_across_nodes():
     found = ps.mix.recommend(WITH_WORDS, CLUSTER, batch=512)
     mix, why = found.best.mix, kinds(found)

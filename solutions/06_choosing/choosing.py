@@ -517,9 +517,9 @@ print(ps.mix.table(ps.mix.compare(site.model, site.machine, mixes)))
 guess_no_pipeline = set()  # names, such as {"desk"}
 
 # %% [markdown]
-# ### Exercise 6: five choices (5 points, one for each)
+# ### Exercise 6: five choices (5 points)
 #
-# For each site return a mix and your reason, or a list of reasons. A choice counts if it fits and a step takes at most 15% longer than the best one that pipeschool knows. The cost model is no better than that. And each reason must be *true* of your mix:
+# One point for each site. Return a mix and your reason, or a list of reasons. A choice counts if it fits and a step takes at most 15% longer than the best one that pipeschool knows. The cost model is no better than that. And each reason must be *true* of your mix:
 #
 # | reason | true if |
 # |---|---|
@@ -539,7 +539,7 @@ def choose(site: str) -> tuple[ps.mix.Mix, str | list[str]]:
 
     site: "desk", "workstation", "server", "office" or "cluster".
 
-    Example, of the form only: (ps.mix.Mix(data=2, pipeline=2, m=16), ["must be cut"]).
+    Example: (ps.mix.Mix(data=2, pipeline=2, m=16), ["must be cut"]) is right in form, for no site.
     """
     ### BEGIN SOLUTION
     return {
