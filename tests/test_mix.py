@@ -58,6 +58,23 @@ def test_asynchronous_pipelines_fill_once_and_not_per_step():
     assert found.bubble == 0
 
 
+TRAINING = sorted(set(ps.SCHEDULES) - {"chimera", "forward_only"})
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("machine", [FREE, replace(LINKS, inside=1e4, between=1e3)])
+def test_no_step_is_shorter_than_the_work_of_the_busiest_worker(schedule, machine):
+    """Also of a stream that is not full after its first batches, and of unequal stages."""
+    model = replace(TINY, layers=8)
+    for pipeline, m in product((2, 3, 4), (1, 2, 5, 8)):
+        if schedule == "pipedream_2bw" and m < pipeline - 1:
+            continue
+        found = ps.mix.estimate(model, machine, Mix(1, pipeline, 2, m, schedule=schedule))
+        assert found.compute == pytest.approx(8 * 3 * m / (pipeline * 2))
+        assert found.seconds >= max(found.trace.busy) * (1 - 1e-9)
+        assert found.bubble >= 0
+
+
 def test_traffic_and_its_seconds():
     """Two devices of a node: an all-reduce of 100 bytes sends 100, which takes a second."""
     cut = ps.mix.estimate(TINY, LINKS, Mix(tensor=2, m=3))
@@ -152,6 +169,12 @@ def test_the_four_shares_make_up_the_step():
         (lambda: Model(4, 0, 5), "hidden must be at least 1, not 0"),
         (lambda: replace(LINKS, between=0), "between must be a number, above 0, not 0"),
         (lambda: ps.mix.recommend(TINY, LINKS, 8, devices=9), "there are 8 devices, not 9"),
+        (lambda: ps.mix.recommend(TINY, LINKS, 8, schedules=["1f2b"]), "no schedule '1f2b'"),
+        (lambda: ps.mix.estimate(TINY, LINKS, Mix(schedule="forward_only")), "not in this cost"),
+        (
+            lambda: ps.mix.estimate(TINY, LINKS, Mix(pipeline=2, m=2, schedule="chimera")),
+            "it has two copies of the model",
+        ),
         (lambda: ps.mix.recommend(TINY, replace(LINKS, memory=99), 8), "nothing fits: "),
     ],
 )
@@ -227,9 +250,9 @@ def test_recompute_to_fit():
 @pytest.mark.parametrize("machine", [LINKS, FREE, replace(LINKS, inside=1e4, between=1e3)])
 @pytest.mark.parametrize("memory", [30_000, 1e9])
 def test_nothing_that_fits_is_faster(machine, memory):
-    """Also of split and interleaved schedules: the floor under which they cannot get is one."""
+    """Whatever the schedules are: the floor under which none can get is one."""
     machine = replace(machine, memory=memory)
-    names = ("one_f_one_b", "gpipe", "zb_h1", "interleaved_1f1b")
+    names = ("one_f_one_b", "gpipe", "pipedream_2bw", "interleaved_1f1b", "zb_h2", "zb_v")
     best = ps.mix.recommend(TINY, machine, 4, schedules=names).best
     every = ps.mix.compare(TINY, machine, ps.mix.mixes(TINY, 8, 4, names))
     fitting = [found.seconds for found in every if found.fits]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from pipeschool.actions import Schedule
 from pipeschool.cost import Cost
 from pipeschool.mix.plan import (
     GB,
@@ -73,7 +75,13 @@ def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
     for each (Shoeybi et al., Megatron-LM, 2019). The gradients' all-reduce is part of the update,
     and hidden behind nothing. Every device of a stage sends the whole boundary on.
     """
-    t, stages = mix.tensor, mix.layout().stages
+    schedule, t = mix.layout(), mix.tensor
+    stages = schedule.stages
+    if not schedule.trains or schedule.replicas:
+        raise ValueError(
+            f"{mix.schedule} is not in this cost model: it has two copies of the model, or does not "
+            "train"
+        )
     layers = cut_layers(model.layers, stages)
     words = mix.microbatch * model.sequence
     boundary = model.boundary_bytes(mix.microbatch)
@@ -108,21 +116,25 @@ def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
 def estimate(model: Model, machine: Machine, mix: Mix) -> Estimate:
     """What a step of `mix` costs; ValueError where the machine or the model is too small for it.
 
-    The schedule is simulated with `stage_cost`. A step is what a second batch adds to the first,
-    so that an asynchronous pipeline does not pay for filling.
+    The schedule is simulated with `stage_cost`. A step is what one more batch adds, once the line
+    is full: an asynchronous pipeline does not pay for filling, nor a zero-bubble one for what it
+    does while the next batch fills.
     """
     if mix.devices > machine.devices:
         raise ValueError(f"{mix} needs {mix.devices} devices, and there are {machine.devices}")
     cost = stage_cost(model, machine, mix)
-    first, both = (simulate(mix.build(batches), cost) for batches in (1, 2))
     schedule, p, m = mix.layout(), mix.pipeline, mix.m
+    full = 1 if drains(schedule) else 1 + math.ceil(2 * p / m)  # batches until all are alike
+    first = simulate(mix.build(), cost)
+    some = first if full == 1 else simulate(mix.build(full), cost)
+    more = simulate(mix.build(full + 1), cost)
     layers = cut_layers(model.layers, schedule.stages)
     all_reduces = (6 if mix.recompute else 4) * m  # of each layer
     boundary = model.boundary_bytes(mix.microbatch)
     once = all_reduce_seconds(
         boundary, mix.tensor, machine.bandwidth(mix.tensor, mix.devices), machine.latency
     )
-    seconds = both.makespan - first.makespan
+    seconds = more.makespan - some.makespan
     busy = sum(first.busy) / p
     tensor = all_reduces * model.layers * once / p
     updates = [span.seconds for span in first.spans if span.action.kind == "U"]
@@ -136,7 +148,7 @@ def estimate(model: Model, machine: Machine, mix: Mix) -> Estimate:
         tensor=tensor,
         bubble=bubble if bubble > 1e-9 * seconds else 0.0,  # no more than rounding
         data=data,
-        memory=fullest(both),
+        memory=fullest(more),
         capacity=machine.memory,
         tensor_bytes=most(schedule, layers) * all_reduces * all_reduce_bytes(boundary, mix.tensor),
         pipeline_bytes=max(sum(span.bytes for span in row) for row in first.rows),
@@ -146,6 +158,15 @@ def estimate(model: Model, machine: Machine, mix: Mix) -> Estimate:
         * all_reduce_bytes(1, mix.data),
         trace=first,
     )
+
+
+def drains(schedule: Schedule) -> bool:
+    """Whether the first stage is the last to end a batch, so that the next begins on idle workers.
+
+    Not so without a flush, nor where weight halves of the backward fill the gaps at the end.
+    """
+    split = any(action.kind == "W" for row in schedule.workers for action in row)
+    return schedule.synchronous and not split
 
 
 def fullest(trace: Trace) -> float:

@@ -157,12 +157,13 @@ class Mix:
 
     def layout(self) -> Schedule:
         """The schedule of a few microbatches: enough to see which device has which stages."""
-        return _layout(self.schedule, self.pipeline, self.v)
+        few = min(self.m, 2 * self.pipeline)
+        return _layout(self.schedule, self.pipeline, few, self.v)
 
 
-@lru_cache(maxsize=256)
-def _layout(name: str, p: int, v: int | None) -> Schedule:
-    return build(name, p, 2 * p, v=v)
+@lru_cache(maxsize=1024)
+def _layout(name: str, p: int, m: int, v: int | None) -> Schedule:
+    return build(name, p, m, v=v)
 
 
 def cut_layers(layers: int, stages: int) -> list[int]:

@@ -8,8 +8,9 @@ from itertools import product
 from typing import NamedTuple
 
 from pipeschool.actions import whole_number
-from pipeschool.mix.estimate import Estimate, estimate, stage_cost
+from pipeschool.mix.estimate import Estimate, drains, estimate, stage_cost
 from pipeschool.mix.plan import Machine, Mix, Model, all_reduce_seconds, gigabytes, most
+from pipeschool.schedules import build
 
 SMALL = 0.1  # a bubble below this share of the step is small
 
@@ -43,6 +44,8 @@ def mixes(
 ) -> Iterator[Mix]:
     """Every way to take `batch` sequences per step on `devices` devices, or on a divisor of them,
     with and without recomputation. No more stages than layers, nor more copies than sequences."""
+    for name in schedules:
+        build(name, 2, 2)  # an unknown name is an error, and not a mix that is left out
     for used, microbatch in product(_divisors(devices), _divisors(batch)):
         for data, pipeline in product(_divisors(used), _divisors(used)):
             if used % (data * pipeline) or batch % (data * microbatch):
@@ -51,9 +54,16 @@ def mixes(
             # One stage has only one schedule.
             for name in schedules if pipeline > 1 else ("one_f_one_b",):
                 mix = Mix(data, pipeline, tensor, m, microbatch, name)
-                if mix.layout().stages <= model.layers:
+                if _possible(mix, model):
                     yield mix
                     yield replace(mix, recompute=True)
+
+
+def _possible(mix: Mix, model: Model) -> bool:
+    try:
+        return mix.layout().stages <= model.layers
+    except ValueError:  # not every schedule is for every number of microbatches
+        return False
 
 
 def recommend(
@@ -209,8 +219,8 @@ def _fastest(model: Model, machine: Machine, candidates: Iterator[Mix]) -> Estim
 def _by_floor(model: Model, machine: Machine, candidates: Iterator[Mix]) -> list[tuple[float, Mix]]:
     """Mixes whose weights alone fit, with seconds that they cannot beat, the lowest first.
 
-    A worker does all its work, and before and after it the stages in front of its first one do a
-    forward and a backward (of a split one, the first half).
+    A worker does all its work. Where the line drains, the stages in front of its first one do a
+    forward before it, and a backward after it.
     """
     found = []
     for mix in candidates:
@@ -219,14 +229,12 @@ def _by_floor(model: Model, machine: Machine, candidates: Iterator[Mix]) -> list
         fixed = most(schedule, [s.parameters + s.gradients + s.optimizer for s in sizes])
         if fixed <= machine.memory:
             times = cost.seconds(schedule)
-            split = any(a.kind == "W" for a in schedule.workers[0])
-            back = times["I" if split else "B"]
             floors = []
             for worker in range(schedule.p):
                 mine = schedule.stages_of(worker)
                 work = mix.m * sum(times["F"][s] + times["B"][s] for s in mine)
-                others = range(min(mine)) if schedule.synchronous else ()
-                floors.append(work + sum(times["F"][s] + back[s] for s in others))
+                others = range(min(mine)) if drains(schedule) else ()
+                floors.append(work + sum(times["F"][s] + times["B"][s] for s in others))
             found.append((max(floors) + min(times["U"]), mix))
     return sorted(found, key=lambda pair: pair[0])
 
