@@ -230,11 +230,13 @@ def test_tensor_inside_the_node_and_pipeline_across_nodes():
 
 def test_slow_network_prefers_a_pipeline_to_copies():
     office = Machine(1, 4, 24 * GB, 50e12, inside=20 * GB, between=GB / 8, latency=5e-5)
-    found = ps.mix.recommend(Model(32, 1600, 1024, 50000), office, batch=64)
-    assert found.best.mix.pipeline == 4
-    reason = kinds(found)["faster than data parallel"]
-    copies = ps.mix.estimate(Model(32, 1600, 1024, 50000), office, Mix(data=4, m=16))
-    assert reason.limit == pytest.approx(copies.seconds, rel=0.01)
+    model = Model(32, 1600, 1024, 50000)
+    found = ps.mix.recommend(model, office, batch=64)
+    assert found.best.mix == Mix(pipeline=4, m=64)
+    copies = ps.mix.estimate(model, office, Mix(data=4, m=16))
+    assert kinds(found)["faster than data parallel"].limit == pytest.approx(copies.seconds)
+    shared = ps.mix.estimate(model, office, Mix(tensor=4, m=64))
+    assert kinds(found)["pipeline across nodes"].limit == pytest.approx(shared.tensor)
 
 
 def test_recompute_to_fit():

@@ -26,6 +26,7 @@ from pipeschool.mix import GB, GIB, MIB, Mix
 from pipeschool.partition import split_layers
 from pipeschool.run import reference
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 torch.set_num_threads(1)
 (inputs, targets), (test_inputs, test_targets) = course_data.digits()
@@ -238,6 +239,49 @@ print(
 # $$L \cdot 4 \cdot \frac{2(t - 1)}{t} \cdot b .$$
 #
 # Three things follow. Tensor parallelism wants the fastest links there are, those *inside* a box. A pipeline is content with slow ones, *between* boxes. And the more devices share a layer, the less each computes, while it sends nearly the same: the fraction only creeps towards 2.
+#
+# ### For real
+#
+# Which way are the matrices cut, so that two all-reduces per direction are enough? The first linear layer of a pair by columns: each device then has some of the numbers in between, ready to use, and nobody needs the others. The second one by rows: each device has a share of every result. Only then a sum is due.
+#
+# The next cell trains a pipeline of two stages, and *two processes share each stage*. The slices and the sums are PyTorch's own (`torch.distributed.tensor.parallel`). `up` and `down` are the two linear layers of a stage.
+#
+# **Predict.** How much of the bytes of the weights does each of the four processes hold, compared with a pipeline of two?
+
+# %%
+guess_bytes_left = None  # a share, such as 0.25
+
+
+# %%
+class Pair(nn.Module):
+    """Two linear layers, as in every block of a Transformer: wide in between."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, outputs)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+pairs, some = [Pair(64), Pair(10)], (inputs[:256], targets[:256])
+line = ps.one_f_one_b(p=2, m=4)
+plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+alone = ps.run(line, pairs, [some], loss=loss)
+cut = ps.run(line, pairs, [some], loss=loss, tensor_parallel=2, tensor_plan=plan)
+
+before, after = (run.trace.parameter_bytes for run in (alone, cut))
+error = reference.max_error(cut.gradients, reference.gradients(pairs, [some], m=4, loss=loss))
+print("bytes of weights on each process, stage 0 and stage 1")
+print("  two processes: ", before)
+print("  four processes:", after)
+grade.reveal(guess_bytes_left, round(sum(after) / sum(before), 3), "of the bytes")
+print(f"largest difference from the gradients of one process: {error:.1e}")
+for name, run in (("pipeline alone", alone), ("pipeline x tensor", cut)):
+    print(f"{name:<18} measured here, not paced: {1000 * run.trace.makespan:.0f} ms")
+
+# %% [markdown]
+# A little more than half: what is added *after* the sum (the second layer's bias) is on both. The gradients are right. And it is slower here, as you may have guessed: the layers are tiny, and each sum is a conversation between processes.
 
 # %% [markdown]
 # ## 3. Does it fit?

@@ -79,8 +79,8 @@ def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
     stages = schedule.stages
     if not schedule.trains or schedule.replicas:
         raise ValueError(
-            f"{mix.schedule} is not in this cost model: it has two copies of the model, or does not "
-            "train"
+            f"{mix.schedule} is not in this cost model: it has two copies of the model, or does "
+            "not train"
         )
     layers = cut_layers(model.layers, stages)
     words = mix.microbatch * model.sequence

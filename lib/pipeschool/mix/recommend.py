@@ -106,48 +106,52 @@ def reasons(model: Model, machine: Machine, mix: Mix) -> tuple[Reason, ...]:
     faster than data parallel: copies of the whole model fit, and yet would take longer.
     """
     found = estimate(model, machine, mix)
-    said = []
+    return (
+        *_of_memory(model, machine, found),
+        *_of_the_bubble(found),
+        *_against_others(model, machine, found),
+        *_of_links(model, machine, found),
+    )
+
+
+def _of_memory(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
+    """What fits, and what would not."""
+    mix = found.mix
     if found.fits:
-        said.append(Reason("fits", found.memory, found.capacity, f"It fits: {_of(found)}."))
-    if mix.pipeline == mix.tensor == 1:
-        if found.fits:
-            said.append(
-                Reason(
-                    "one device suffices", found.memory, found.capacity,
-                    f"One device suffices for the whole model, {_of(found)}: no pipeline.",
-                )
-            )  # fmt: skip
-    else:
-        alone = estimate(model, machine, Mix(recompute=True))
-        if not alone.fits:
-            said.append(
-                Reason(
-                    "must be cut", alone.memory, alone.capacity,
-                    f"The model must be cut: on one device it takes {_of(alone)}.",
-                )
-            )  # fmt: skip
-    if mix.pipeline > 1 and found.bubble_of_total < SMALL:
-        said.append(
-            Reason(
-                "small bubble", found.bubble_of_total, SMALL,
-                f"The bubble is small: {found.bubble_of_total:.1%} of the step.",
-            )
-        )  # fmt: skip
-    said += _against_others(model, machine, found)
-    said += _links(model, machine, found)
-    if mix.recompute and found.fits:
-        without = estimate(model, machine, replace(mix, recompute=False))
-        if not without.fits:
-            said.append(
-                Reason(
-                    "recompute to fit", without.memory, without.capacity,
-                    f"Recomputation is needed: without it, it takes {_of(without)}.",
-                )
-            )  # fmt: skip
-    return tuple(said)
+        yield Reason("fits", found.memory, found.capacity, f"It fits: {_size(found)}.")
+    if found.fits and mix.pipeline == mix.tensor == 1:
+        yield Reason(
+            "one device suffices",
+            found.memory,
+            found.capacity,
+            f"One device suffices for the whole model, {_size(found)}: no pipeline.",
+        )
+    alone = estimate(model, machine, Mix(recompute=True))
+    if not alone.fits and mix.pipeline * mix.tensor > 1:
+        yield Reason(
+            "must be cut",
+            alone.memory,
+            alone.capacity,
+            f"The model must be cut: on one device it takes {_size(alone)}.",
+        )
+    without = estimate(model, machine, replace(mix, recompute=False))
+    if mix.recompute and found.fits and not without.fits:
+        yield Reason(
+            "recompute to fit",
+            without.memory,
+            without.capacity,
+            f"Recomputation is needed: without it, it takes {_size(without)}.",
+        )
 
 
-def _links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
+def _of_the_bubble(found: Estimate) -> Iterator[Reason]:
+    """Whether it matters."""
+    share = found.bubble_of_total
+    if found.mix.pipeline > 1 and share < SMALL:
+        yield Reason("small bubble", share, SMALL, f"The bubble is small: {share:.1%} of the step.")
+
+
+def _of_links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
     """What the two kinds of link are used for."""
     mix = found.mix
     if mix.devices <= machine.devices_per_node:
@@ -157,23 +161,26 @@ def _links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
         seconds = estimate(model, outside, mix).tensor
         if found.tensor < seconds:
             yield Reason(
-                "tensor inside the node", found.tensor, seconds,
+                "tensor inside the node",
+                found.tensor,
+                seconds,
                 f"Tensor parallel stays inside the node: {found.tensor:.3g} s of a step go to its "
                 f"all-reduces; between nodes it would be {seconds:.3g} s.",
-            )  # fmt: skip
+            )
     if mix.pipeline > 1:
         boundary = model.boundary_bytes(mix.microbatch)
         message = found.pipeline_bytes / machine.between
-        layers = most(mix.build(), [model.layers / mix.build().stages] * mix.build().stages)
         once = all_reduce_seconds(boundary, mix.pipeline, machine.between, machine.latency)
-        instead = 4 * layers * mix.m * once
+        instead = 4 * model.layers * mix.m * once
         if message < instead:
             yield Reason(
-                "pipeline across nodes", message, instead,
+                "pipeline across nodes",
+                message,
+                instead,
                 f"The pipeline crosses the nodes: a device sends its neighbours {message:.3g} s of "
                 f"messages per step; {mix.pipeline} tensor-parallel devices would send each other "
                 f"{instead:.3g} s.",
-            )  # fmt: skip
+            )
 
 
 def _against_others(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
@@ -245,7 +252,7 @@ def _rank(found: Estimate) -> tuple[float, ...]:
     return (float(f"{found.seconds:.9g}"), mix.devices, mix.pipeline, found.memory)
 
 
-def _of(found: Estimate) -> str:
+def _size(found: Estimate) -> str:
     return f"{gigabytes(found.memory)} of {gigabytes(found.capacity)}"
 
 
