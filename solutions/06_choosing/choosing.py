@@ -68,7 +68,7 @@ guess_smallest = None  # a name
 guess_synchronous_differ = None  # "yes" or "no"
 
 # %% [markdown]
-# The next cell runs each of them twice on four real processes: three batches *paced*, to measure time and memory, and then one pass over 1024 digits at full speed, in batches of four microbatches, to see what they learn. It takes 10 to 30 seconds.
+# The next cell runs each of them twice on four real processes: three batches *paced*, to measure time and memory, and then one pass over 1024 digits at full speed, in batches of four microbatches, to see what they learn. It takes 15 to 30 seconds.
 
 # %%
 names = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "pipedream", "pipedream_2bw")
@@ -87,7 +87,7 @@ predicted, traces, learned = {}, {}, {}
 for name in names:
     three = ps.build(name, p=4, m=8, batches=3)
     stages = split_layers(model, three.stages)
-    pace = (0.01 / three.v, 0.02 / three.v)  # a chunk is a part of a worker's share
+    pace = (0.015 / three.v, 0.03 / three.v)  # a chunk is a part of a worker's share
     options = dict(loss=loss, optimizer=sgd)
     predicted[name] = ps.simulate(three, ps.Cost(*pace))
     traces[name] = ps.run(three, stages, batches[:3], pace=pace, memory=True, **options).trace
@@ -113,7 +113,7 @@ print(f"the four synchronous ones differ by {max(synchronous) - min(synchronous)
 print(f"; you predicted {guess_synchronous_differ}")
 
 # %% [markdown]
-# *most A* is what the fullest worker holds in activations, *most kB* what it holds in all, and *late* says how many updates old its weights were. Each line is a different bargain. Here are the same numbers as a picture: to the right is faster, up is fuller.
+# *most A* is what the fullest worker holds in activations, *most kB* what it holds in all, and *late* says how many updates old its weights were. Where *measured* is far below *predicted*, your machine was busy with something else: run the cell again. Each line is a different bargain. Here are the same numbers as a picture: to the right is faster, up is fuller.
 
 # %%
 speeds = {name: 3 / trace.makespan for name, trace in traces.items()}
@@ -537,7 +537,7 @@ for name, site in sites.items():
     print(f"{name}: {site}\n")
 
 # %% [markdown]
-# A *mix* says how many copies of the model there are (`data`), into how many stages each is cut (`pipeline`), how many devices share a stage (`tensor`), and how many microbatches each line takes. `data * m * microbatch` must be the sequences of a step.
+# A *mix* says how many copies of the model there are (`data`), into how many stages each is cut (`pipeline`), how many devices share a stage (`tensor`), and how many microbatches each line takes. `microbatch` is the number of sequences in each, one if you leave it out. So `data * m * microbatch` must be the sequences of a step. The table below writes `1 x 8 x 1, m=8 of 4` for one copy, eight stages, one device each, and eight microbatches of four.
 #
 # **Try it.** Change the mixes and the site, and look at where the time goes.
 

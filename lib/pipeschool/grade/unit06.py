@@ -265,7 +265,7 @@ class Site:
             f"{self.about}\n"
             f"  model:   {model.parameters / 1e9:.3g} billion weights in {model.layers} layers\n"
             f"  devices: {machine.nodes} x {machine.devices_per_node}, "
-            f"{machine.memory / GB:g} GB each; {links}\n"
+            f"{machine.memory / GB:g} GB and {machine.flops / 1e12:g} TFLOP/s each; {links}\n"
             f"  a step:  {self.batch} sequences of {model.sequence} words"
         )
 
