@@ -13,7 +13,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool import grade
-from pipeschool.grade.guard import TimeUp, time_limit
+from pipeschool.grade.guard import TimeUp, copied, time_limit
 
 
 def failure(function, points=3, seed=None):
@@ -218,6 +218,27 @@ def test_changed_arguments_are_noticed():
     said = failure(peak_activations)
     assert "`actions` left as it was: [0F0, 0B0]" in said
     assert "the call changed it to []" in said and "list(actions)" in said
+
+
+def test_the_advised_copy_fits_the_argument():
+    assert copied("sizes", [3, 4]) == "list(sizes)"
+    assert copied("in_flight", {1: 0}) == "dict(in_flight)"
+    assert copied("rows", [[1], [2]]) == "copy.deepcopy(rows)"
+    assert copied("trace", object()) == "copy.deepcopy(trace)"
+
+
+@pytest.mark.parametrize("name", ["naive_order", "async_order", "one_f_one_b_order", "zb_h1_order"])
+def test_a_microbatch_that_is_none_is_laid_to_the_worker_that_has_it(name):
+    right = grade.core.EXERCISES[name].reference
+
+    def order(worker, p, m):
+        row = right(worker, p, m)
+        return [ps.Action(a.kind, a.stage, -1) if a.stage == 1 else a for a in row]
+
+    order.__name__ = name
+    said = failure(order, points=5)
+    assert f"smallest failing case: {name}(worker=1, p=2, " in said
+    assert "expected:              microbatches from 0 to 1" in said and "1F-1 in [" in said
 
 
 def test_a_changed_type_is_noticed_and_shown():

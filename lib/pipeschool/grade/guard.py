@@ -78,9 +78,18 @@ class Answer:
                 if texts[0] == texts[1]:  # such as 1 and 1.0
                     texts = repr(before)[:160], repr(after)[:160]
                 got = f"the call changed it to {texts[1]}"
-                hint = f"where `{name}` is changed: work on a copy, such as list({name})"
+                hint = f"where `{name}` is changed: work on a copy, such as {copied(name, before)}"
                 raise Wrong(f"`{name}` left as it was: {texts[0]}", got, hint=hint)
         return value
+
+
+def copied(name: str, value: object) -> str:
+    """The code that makes a copy of an argument, to its last nested list."""
+    if isinstance(value, (list, dict, set)):
+        items = value.values() if isinstance(value, dict) else value
+        if not any(isinstance(item, (list, dict, set)) for item in items):
+            return f"{type(value).__name__}({name})"
+    return f"copy.deepcopy({name})"
 
 
 class Output(io.StringIO):
