@@ -63,7 +63,7 @@ grade.reveal(guess_back, stamps[ps.B(0, 4)], "when it is back")
 ps.draw.versions(one_card)
 
 # %% [markdown]
-# One colour per version. In the upper lane of a row cups go down the line, in the lower lane they come back. A thick edge marks a cup that comes back to another card than the one it was made with. In unit 02 you proved that such a gradient is no model's gradient.
+# One colour per version (after six the colours begin again). In the upper lane of a row cups go down the line, in the lower lane they come back. A thick edge marks a cup that comes back to another card than the one it was made with. In unit 02 you proved that such a gradient is no model's gradient.
 #
 # The cure seems simple: do not throw the old card away. The stamp says which one to take out when the cup is back. But first, let us see what PyTorch has to say about it.
 
