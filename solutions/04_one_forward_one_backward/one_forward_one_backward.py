@@ -11,7 +11,7 @@
 # - trade memory for time with recomputation, and know both prices before you pay,
 # - work out every byte of a worker, predict its peak, and measure it.
 #
-# **It takes** 60 to 75 minutes, with a place to stop after section 4. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): GPipe and the bubble. For sections 4 and 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions.
+# **It takes** two sittings of about 45 minutes, with a place to stop after section 4. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): GPipe and the bubble. For sections 4 and 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions.
 #
 # Nine exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
