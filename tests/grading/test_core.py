@@ -107,8 +107,6 @@ def test_the_message_is_all_that_a_notebook_shows():
     [
         (None, "None (is there a `return`?)"),
         ("8", "'8', of type str"),
-        (math.nan, "nan, of type float"),
-        (math.inf, "inf, of type float"),
         (True, "True, of type bool"),
         ([1], "[1], of type list"),
         (1 + 0j, "(1+0j), of type complex"),
@@ -121,6 +119,16 @@ def test_a_wrong_type_is_named(returned, got):
 
     said = failure(bubble_of_total)
     assert "expected:              a number" in said and f"got:                   {got}" in said
+
+
+@pytest.mark.parametrize("returned, got", [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_number_out_of_a_division_by_nothing_gets_the_hint_of_the_exercise(returned, got):
+    def bubble_of_total(p, m):
+        return returned
+
+    said = failure(bubble_of_total)
+    assert "expected:              a finite number" in said and f"{got}, of type float" in said
+    assert "where to look:         count in slots" in said
 
 
 @pytest.mark.parametrize("returned", [5, "abc", None, {1: 2}, [None], ["1"], [math.nan]])
