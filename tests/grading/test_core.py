@@ -8,12 +8,13 @@ import math
 import sys
 import threading
 import time
+import warnings
 
 import pipeschool as ps
 import pytest
 import torch
 from pipeschool import grade
-from pipeschool.grade.guard import TimeUp, copied, time_limit
+from pipeschool.grade.guard import TimeUp, copied, short_warnings, time_limit
 
 
 def failure(function, points=3, seed=None):
@@ -206,6 +207,14 @@ def test_what_a_wrong_answer_prints_is_shown(capsys):
 
     assert "it printed:            p is 1" in failure(bubble_of_total)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_warning_is_one_line_without_the_name_of_a_temporary_file():
+    said = "x.T is old (Triggered internally at /pytorch/Shape.cpp:1.)", UserWarning, "a.py", 3
+    usual = warnings.formatwarning(*said)
+    with short_warnings():
+        assert warnings.formatwarning(*said) == "UserWarning: x.T is old\n"
+    assert warnings.formatwarning(*said) == usual
 
 
 def test_printing_without_end_takes_no_memory_and_no_time():

@@ -10,6 +10,7 @@ import signal
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -56,7 +57,13 @@ class Answer:
         given = copy.deepcopy(args)
         output = self.printed = Output()
         try:
-            with redirect_stdout(output), redirect_stderr(output), no_input(), time_limit(SECONDS):
+            with (
+                redirect_stdout(output),
+                redirect_stderr(output),
+                short_warnings(),
+                no_input(),
+                time_limit(SECONDS),
+            ):
                 value = self.returns(self.function(*given))
         except (Wrong, KeyboardInterrupt):
             raise
@@ -126,6 +133,21 @@ def no_input() -> Iterator[None]:
         yield
     finally:
         builtins.input = before
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Write warnings as one line each, without the name of a temporary file or torch's innards."""
+
+    def short(message: Warning | str, category: type[Warning], *_: object, **__: object) -> str:
+        return f"{category.__name__}: {str(message).partition(' (Triggered internally')[0]}\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager
