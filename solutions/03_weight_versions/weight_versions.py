@@ -11,7 +11,7 @@
 # - prove, update by update, that a pipeline does what its rule says,
 # - measure what each policy does to the accuracy, and say honestly where you see no difference.
 #
-# **It takes** two sittings of about an hour, with a place to stop after section 7. In the second the machine computes for two or three minutes. **You need** [unit 02](../02_asynchronous_execution/asynchronous_execution.ipynb): the asynchronous order, and the torn gradient at its end.
+# **It takes** two sittings of about 60 minutes, with a place to stop after section 7. In the second the machine computes for two or three minutes. **You need** [unit 02](../02_asynchronous_execution/asynchronous_execution.ipynb): the asynchronous order, and the torn gradient at its end.
 #
 # Nine exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 

@@ -11,7 +11,7 @@
 # - read a schedule off a figure in a paper: its bubble, its memory, and what it pays with,
 # - write a scheduling rule, measure it against the best there is, and run the result on PyTorch's engine.
 #
-# **It takes** two sittings of about an hour, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, its warm-up, and what is in flight.
+# **It takes** two sittings of about 60 minutes, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, its warm-up, and what is in flight.
 #
 # Ten exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
