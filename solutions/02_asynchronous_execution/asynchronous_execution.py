@@ -10,7 +10,7 @@
 # - tell latency from throughput, and find the stage that sets the pace,
 # - read from a run which weights every action met, and prove a gradient wrong.
 #
-# **It takes** 45 to 60 minutes, with a place to stop after section 5. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): microbatches, GPipe, and the bubble.
+# **It takes** two sittings of about 40 minutes, with a place to stop after section 5. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): microbatches, GPipe, and the bubble.
 #
 # Nine exercises earn points. As in unit 01, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 

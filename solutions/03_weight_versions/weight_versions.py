@@ -11,7 +11,7 @@
 # - prove, update by update, that a pipeline does what its rule says,
 # - measure what each policy does to the accuracy, and say honestly where you see no difference.
 #
-# **It takes** 60 to 75 minutes, of which the machine computes about two. **You need** [unit 02](../02_asynchronous_execution/asynchronous_execution.ipynb): the asynchronous order, and the torn gradient at its end.
+# **It takes** two sittings of about 60 minutes, with a place to stop after section 7. In the second the machine computes for two or three minutes. **You need** [unit 02](../02_asynchronous_execution/asynchronous_execution.ipynb): the asynchronous order, and the torn gradient at its end.
 #
 # Nine exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -63,7 +63,7 @@ grade.reveal(guess_back, stamps[ps.B(0, 4)], "when it is back")
 ps.draw.versions(one_card)
 
 # %% [markdown]
-# One colour per version. In the upper lane of a row cups go down the line, in the lower lane they come back. A thick edge marks a cup that comes back to another card than the one it was made with. In unit 02 you proved that such a gradient is no model's gradient.
+# One colour per version (after six the colours begin again). In the upper lane of a row cups go down the line, in the lower lane they come back. A thick edge marks a cup that comes back to another card than the one it was made with. In unit 02 you proved that such a gradient is no model's gradient.
 #
 # The cure seems simple: do not throw the old card away. The stamp says which one to take out when the cup is back. But first, let us see what PyTorch has to say about it.
 
@@ -695,6 +695,8 @@ for policy in ("latest", "stash", "vertical_sync", "double_buffer"):
 
 # %% [markdown]
 # Gradients and the optimizer's own numbers (such as Adam's two averages) are there once, whatever the policy. Under stashing it is worker 0 that runs out of memory first, for weights as for activations.
+#
+# **Here is a good place to stop.** So far it was about what each policy keeps. The rest proves that the pipeline does what you think, and measures what it does to learning. When you come back, run the cells from the top: it takes less than a minute.
 
 # %% [markdown]
 # ## 8. One process that says the same

@@ -11,7 +11,7 @@
 # - trade memory for time with recomputation, and know both prices before you pay,
 # - work out every byte of a worker, predict its peak, and measure it.
 #
-# **It takes** 60 to 75 minutes, with a place to stop after section 4. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): GPipe and the bubble. For sections 4 and 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions.
+# **It takes** two sittings of about 45 minutes, with a place to stop after section 4. **You need** [unit 01](../01_synchronous_bubble/synchronous_bubble.ipynb): GPipe and the bubble. For sections 4 and 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions.
 #
 # Nine exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -266,8 +266,8 @@ guess_late = {"flush": None, "pipedream": None}
 with_flush = ps.simulate(ps.one_f_one_b(p=4, m=8, batches=3), cost)
 without = ps.simulate(ps.pipedream(p=4, m=8, batches=3), cost)
 for name, trace in (("flush", with_flush), ("pipedream", without)):
-    grade.reveal(guess_copies[name], trace.weight_versions[0], f"copies, {name}")
-    grade.reveal(guess_late[name], trace.staleness[0], f"updates late, {name}")
+    grade.reveal(guess_copies[name], trace.weight_versions[0], f"(copies of its weights, {name})")
+    grade.reveal(guess_late[name], trace.staleness[0], f"(updates late, {name})")
     print(f"{name}: in flight {trace.peak_activations}, 24 microbatches in {trace.makespan:g} s\n")
 ps.draw.gantt(with_flush, without)
 
@@ -285,7 +285,7 @@ ps.draw.gantt(with_flush, without)
 print(ps.lower(ps.one_f_one_b(p=2, m=2)))
 
 # %% [markdown]
-# `0SEND_F0` hands the activations of microbatch 0 on, from stage 0 to the next one. `1RECV_F0` takes them in, on stage 1. Gradients go the other way, with `SEND_B` and `RECV_B`.
+# `0SEND_F0` hands the activations of microbatch 0 on, from stage 0 to the next one. `1RECV_F0` takes them in, on stage 1. Gradients go the other way, with `SEND_B` and `RECV_B`. `0U0` at the end is stage 0's update.
 #
 # A send puts its message into the line and never waits. A receive waits until its message is there. So a worker that receives at the wrong moment can wait for something that will never come.
 #
@@ -504,12 +504,12 @@ whole.zero_grad()
 #
 # In training: a forward keeps only its *input*. The backward first does the forward again, which gives it the activations, and then the real backward. This is *recomputation*, or activation checkpointing (Chen et al., 2016; GPipe uses it too).
 #
-# How much does it save on one worker? Say $k$ microbatches are in flight, $A$ are the activations of one, and $I$ is its input.
+# How much does it save on one worker? Say $k$ microbatches are in flight, $A$ are the activations of one, and $X$ is its input.
 #
 # | | at the worst moment |
 # |---|---|
-# | without recomputation | $k\,(I + A)$ |
-# | with it | $k\,I$, and the activations of the one microbatch whose backward is running |
+# | without recomputation | $k\,(X + A)$ |
+# | with it | $k\,X$, and the activations of the one microbatch whose backward is running |
 #
 # ### Exercise 6: bytes saved (2 points)
 
@@ -576,8 +576,8 @@ found = [a - b for a, b in zip(measured.trace.peak_bytes, again.trace.peak_bytes
 print("\nbytes saved on worker 0 to 3, in kB")
 print("your formula:", [round(size / 1000) for size in formula])
 print("measured:    ", [round(size / 1000) for size in found])
-grade.reveal(guess_saves_most, formula.index(max(formula)), "saves most")
-grade.reveal(guess_saves_nothing, formula.index(min(formula)), "saves least")
+grade.reveal(guess_saves_most, formula.index(max(formula)), "(the worker where it saves most)")
+grade.reveal(guess_saves_nothing, formula.index(min(formula)), "(the worker where it saves least)")
 
 longer = again.trace.makespan - measured.trace.makespan
 print(f"\nseconds paid: your formula {paid(4, 8, *pace):.3f}, measured {longer:.3f}", end=" ")
@@ -710,7 +710,8 @@ def recompute_plan(
     activations, message: bytes of A, and of one input; worker 0 needs no buffers.
     cap: the bytes of a device. A worker that needs just as many fits.
 
-    Example: recompute_plan(p=1, m=4, fixed=[50], activations=100, message=10, cap=149) is [True].
+    Example: recompute_plan(p=2, m=4, fixed=[50, 50], activations=100, message=10, cap=249) is
+    [True, False]: without, the workers need 250 and 160 bytes.
     """
     ### BEGIN SOLUTION
     plan = []

@@ -11,7 +11,7 @@
 # - read a schedule off a figure in a paper: its bubble, its memory, and what it pays with,
 # - write a scheduling rule, measure it against the best there is, and run the result on PyTorch's engine.
 #
-# **It takes** about 75 minutes, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, its warm-up, and what is in flight.
+# **It takes** two sittings of about 60 minutes, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, its warm-up, and what is in flight.
 #
 # Ten exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -488,7 +488,7 @@ grade.reveal(guess_h1, h1.makespan - max(h1.busy), "units of waiting")
 ps.draw.gantt(line, h1)
 
 # %% [markdown]
-# The green boxes have moved into the gaps at the end, and the cups come home sooner. Each worker waits
+# In the lower chart a brown box is an input half, and a green one a weight half. The green boxes have moved into the gaps at the end, and the cups come home sooner. Each worker waits
 #
 # $$(p - 1)\,(t_F + t_I - t_W) \qquad \text{instead of} \qquad (p - 1)\,(t_F + t_I + t_W)$$
 #
@@ -595,7 +595,7 @@ for batches in (1, 2, 4):
         ps.simulate(build(p=4, m=8, batches=batches), cost).makespan
         for build in (ps.one_f_one_b, ps.zb_h1, ps.zb_h2)
     ]
-    print(f"{batches} batches: 1F1B {times[0]:g}, ZB-H1 {times[1]:g}, ZB-H2 {times[2]:g}")
+    print(f"batches: {batches}   1F1B {times[0]:g}, ZB-H1 {times[1]:g}, ZB-H2 {times[2]:g}")
 grade.reveal(guess_four, times[2], "units for ZB-H2")
 ps.draw.gantt(ps.simulate(ps.zb_h2(p=4, m=8, batches=2), cost))
 
@@ -829,8 +829,8 @@ ready_made = {
     for kinds in ("BFW", "BWF", "FBW", "FWB", "WBF", "WFB")
 }
 for kinds, schedule in ready_made.items():
-    print(kinds, "takes", ps.simulate(schedule, cost).makespan)
-print("your ZB-H1 takes", h1.makespan)
+    print(f"{kinds} takes {ps.simulate(schedule, cost).makespan:g}")
+print(f"your ZB-H1 takes {h1.makespan:g}")
 ps.draw.gantt(ps.simulate(ready_made["BFW"], cost), h1)
 
 # %% [markdown]
@@ -1044,7 +1044,7 @@ verdicts[4] = "?"
 
 for batches in (1, 4):
     trace = ps.simulate(ps.zb_v(p=4, m=8, batches=batches), halves)
-    print(f"{batches} batches: {trace.bubble_of_total:.4f} of total")
+    print(f"batches: {batches}   {trace.bubble_of_total:.4f} of total")
 print(f"zero-bubble rate of one batch: {my_rate(zb_v):g}")
 unequal = ps.Cost(0.5, 1, input_backward=0.6, weight_backward=0.4)
 print(f"with tI = 0.6 and tW = 0.4: {my_rate(ps.simulate(ps.zb_v(p=4, m=8), unequal)):.4f}")

@@ -679,6 +679,11 @@ for _name, _need in {
 
 
 @wrong("recompute_plan")
+def plan_without_m(p, m, fixed, activations, message, cap):
+    return [fixed[w] + (p - w) * (activations + message * (w > 0)) > cap for w in range(p)]
+
+
+@wrong("recompute_plan")
 def plan_always(p, m, fixed, activations, message, cap):
     return [True] * p
 

@@ -8,12 +8,13 @@ import math
 import sys
 import threading
 import time
+import warnings
 
 import pipeschool as ps
 import pytest
 import torch
 from pipeschool import grade
-from pipeschool.grade.guard import TimeUp, own_frame, time_limit
+from pipeschool.grade.guard import TimeUp, copied, own_frame, short_warnings, time_limit
 
 
 def failure(function, points=3, seed=None):
@@ -107,8 +108,6 @@ def test_the_message_is_all_that_a_notebook_shows():
     [
         (None, "None (is there a `return`?)"),
         ("8", "'8', of type str"),
-        (math.nan, "nan, of type float"),
-        (math.inf, "inf, of type float"),
         (True, "True, of type bool"),
         ([1], "[1], of type list"),
         (1 + 0j, "(1+0j), of type complex"),
@@ -121,6 +120,16 @@ def test_a_wrong_type_is_named(returned, got):
 
     said = failure(bubble_of_total)
     assert "expected:              a number" in said and f"got:                   {got}" in said
+
+
+@pytest.mark.parametrize("returned, got", [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_number_out_of_a_division_by_nothing_gets_the_hint_of_the_exercise(returned, got):
+    def bubble_of_total(p, m):
+        return returned
+
+    said = failure(bubble_of_total)
+    assert "expected:              a finite number" in said and f"{got}, of type float" in said
+    assert "where to look:         count in slots" in said
 
 
 @pytest.mark.parametrize("returned", [5, "abc", None, {1: 2}, [None], ["1"], [math.nan]])
@@ -200,6 +209,14 @@ def test_what_a_wrong_answer_prints_is_shown(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_warning_is_one_line_without_the_name_of_a_temporary_file():
+    said = "x.T is old (Triggered internally at /pytorch/Shape.cpp:1.)", UserWarning, "a.py", 3
+    usual = warnings.formatwarning(*said)
+    with short_warnings():
+        assert warnings.formatwarning(*said) == "UserWarning: x.T is old\n"
+    assert warnings.formatwarning(*said) == usual
+
+
 def test_printing_without_end_takes_no_memory_and_no_time():
     def bubble_of_total(p, m):
         while True:
@@ -218,6 +235,27 @@ def test_changed_arguments_are_noticed():
     said = failure(peak_activations)
     assert "`actions` left as it was: [0F0, 0B0]" in said
     assert "the call changed it to []" in said and "list(actions)" in said
+
+
+def test_the_advised_copy_fits_the_argument():
+    assert copied("sizes", [3, 4]) == "list(sizes)"
+    assert copied("in_flight", {1: 0}) == "dict(in_flight)"
+    assert copied("rows", [[1], [2]]) == "copy.deepcopy(rows)"
+    assert copied("trace", object()) == "copy.deepcopy(trace)"
+
+
+@pytest.mark.parametrize("name", ["naive_order", "async_order", "one_f_one_b_order", "zb_h1_order"])
+def test_a_microbatch_that_is_none_is_laid_to_the_worker_that_has_it(name):
+    right = grade.core.EXERCISES[name].reference
+
+    def order(worker, p, m):
+        row = right(worker, p, m)
+        return [ps.Action(a.kind, a.stage, -1) if a.stage == 1 else a for a in row]
+
+    order.__name__ = name
+    said = failure(order, points=5)
+    assert f"smallest failing case: {name}(worker=1, p=2, " in said
+    assert "expected:              microbatches from 0 to 1" in said and "1F-1 in [" in said
 
 
 def test_a_changed_type_is_noticed_and_shown():

@@ -52,6 +52,7 @@ def test_each_exercise_is_tried_from_both_sides(exercise):
         ("worker_bytes", "bytes_versions_with_the_newest", 2.0),
         ("worker_bytes", "bytes_adam_keeps_one", 3.0),
         ("recompute_plan", "plan_where_equal_is_too_much", 2.67),
+        ("recompute_plan", "plan_counts_worker_0s_input", 0.0),
     ],
 )
 def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, capsys):
@@ -79,6 +80,14 @@ def test_messages_hold_case_expected_got_and_hint(name, function, capsys):
     assert f"{name}(" in said
     assert "lambda" not in said and "object at 0x" not in said
     assert all(len(line) < 330 for line in said.split("\n")), "a line nobody reads to its end"
+
+
+def test_a_plan_that_counts_too_much_fails_in_general(capsys):
+    answers = {f.__name__: as_answer("recompute_plan", f) for f in WRONG["recompute_plan"]}
+    with pytest.raises(grade.CheckFailed, match="except on worker 0"):
+        grade.check(answers["plan_counts_worker_0s_input"], points=3)
+    assert grade.check(answers["plan_without_m"], points=3) == 1
+    assert "Right where one fits exactly, not yet in general." in capsys.readouterr().out
 
 
 def test_new_cases_depend_on_the_seed_alone():

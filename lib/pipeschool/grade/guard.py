@@ -10,6 +10,7 @@ import signal
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -57,7 +58,13 @@ class Answer:
         given = copy.deepcopy(args)
         output = self.printed = Output()
         try:
-            with redirect_stdout(output), redirect_stderr(output), no_input(), time_limit(SECONDS):
+            with (
+                redirect_stdout(output),
+                redirect_stderr(output),
+                short_warnings(),
+                no_input(),
+                time_limit(SECONDS),
+            ):
                 value = self.returns(self.function(*given))
         except (Wrong, KeyboardInterrupt):
             raise
@@ -79,9 +86,18 @@ class Answer:
                 if texts[0] == texts[1]:  # such as 1 and 1.0
                     texts = repr(before)[:160], repr(after)[:160]
                 got = f"the call changed it to {texts[1]}"
-                hint = f"where `{name}` is changed: work on a copy, such as list({name})"
+                hint = f"where `{name}` is changed: work on a copy, such as {copied(name, before)}"
                 raise Wrong(f"`{name}` left as it was: {texts[0]}", got, hint=hint)
         return value
+
+
+def copied(name: str, value: object) -> str:
+    """The code that makes a copy of an argument, to its last nested list."""
+    if isinstance(value, (list, dict, set)):
+        items = value.values() if isinstance(value, dict) else value
+        if not any(isinstance(item, (list, dict, set)) for item in items):
+            return f"{type(value).__name__}({name})"
+    return f"copy.deepcopy({name})"
 
 
 class Output(io.StringIO):
@@ -118,6 +134,21 @@ def no_input() -> Iterator[None]:
         yield
     finally:
         builtins.input = before
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Write warnings as one line each, without the name of a temporary file or torch's innards."""
+
+    def short(message: Warning | str, category: type[Warning], *_: object, **__: object) -> str:
+        return f"{category.__name__}: {str(message).partition(' (Triggered internally')[0]}\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

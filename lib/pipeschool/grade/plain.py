@@ -101,9 +101,11 @@ def number(value: object) -> float:
         exact = nan if isinstance(value, (bool, str)) else float(value)  # type: ignore
     except (TypeError, ValueError, OverflowError):
         exact = nan
-    if not isfinite(exact):
-        raise mistyped("a number", described(value))
-    return exact
+    if isfinite(exact):
+        return exact
+    if isinstance(value, float):  # inf / inf, say: a pitfall of the exercise, and no wrong type
+        raise Wrong("a finite number", described(value))
+    raise mistyped("a number", described(value))
 
 
 def whole_numbers(value: object) -> list[int]:

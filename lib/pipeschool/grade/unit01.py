@@ -124,6 +124,7 @@ def schedule_of(answer: Answer, p: int, m: int) -> Schedule:
                 f"actions of stage {worker} only, which is the one that worker {worker} holds",
                 f"{action} in {show(row)}",
             )
+        within(row, m)
         rows.append(row)
     try:
         return check(Schedule.from_workers(lambda worker, *_: rows[worker], p, m))
@@ -132,6 +133,17 @@ def schedule_of(answer: Answer, p: int, m: int) -> Schedule:
         name = answer.function.__name__
         case = f"{name}(worker={worker}, p={p}, m={m})"
         raise Wrong("an order that can run", f"{show(rows[worker])}: {problem}", case) from None
+
+
+def within(row: list[Action], m: int, case: str = "") -> None:
+    """`Wrong` where a row has a microbatch that does not exist; the number of a U is none."""
+    for action in row:
+        require(
+            action.kind == "U" or 0 <= action.microbatch < m,
+            f"microbatches from 0 to {m - 1}",
+            f"{action} in {show(row)}",
+            case,
+        )
 
 
 def listed(schedule: Schedule, worker: int) -> list[Action]:

@@ -13,7 +13,7 @@ from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, described, require, show
-from pipeschool.grade.unit01 import draw_times, random_order
+from pipeschool.grade.unit01 import draw_times, random_order, within
 from pipeschool.schedules import gpipe, naive, pipedream
 from pipeschool.simulate import simulate
 from pipeschool.trace import Trace
@@ -176,6 +176,7 @@ def _row(answer: Answer, worker: int, p: int, n: int, updates: bool) -> list[Act
             f"actions of stage {worker} only, which is the one that worker {worker} holds",
             f"{action} in {show(row)}",
         )
+    within(row, n)
     if not updates:
         return [action for action in row if action.kind != "U"]
     count = sum(action.kind == "U" for action in row)

@@ -166,8 +166,8 @@ BYTES_SAVED = Exercise(
                 rng.randint(2, 3 * size),
                 10 * rng.randint(1, 99),
             ),
-            hint="how many of them lie there at the worst moment without recomputation? And with "
-            "it, while a backward works?",
+            hint="how many of them lie there at the worst moment without recomputation (your "
+            "in_flight knows, also for m < p)? And with it, while a backward works?",
         ),
         Part(
             title="where only one is",
@@ -399,7 +399,9 @@ RECOMPUTE_PLAN = Exercise(
                 (2, 4, [50, 50], 100, 10, 300),
                 (4, 8, [50, 50, 50, 50], 100, 10, 275),
                 (4, 8, [50, 50, 150, 250], 100, 10, 375),
+                (2, 4, [50, 50], 100, 10, 255),  # worker 0 fits, as it has no buffers
                 (4, 2, [50, 50, 50, 50], 100, 10, 200),
+                (4, 2, [50, 50, 50, 50], 100, 10, 275),  # all fit, with two in flight at most
             ],
             draw=lambda rng, size: draw_plan(rng, size, exact=False),
             hint="work out each worker's bytes without recomputation: what is fixed, and for each "

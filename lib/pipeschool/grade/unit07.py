@@ -13,7 +13,15 @@ from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part, same
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, described, mistyped, require, show
-from pipeschool.grade.unit01 import SHAPES, SMALL, draw_shape, draw_small, listed, schedule_of
+from pipeschool.grade.unit01 import (
+    SHAPES,
+    SMALL,
+    draw_shape,
+    draw_small,
+    listed,
+    schedule_of,
+    within,
+)
 from pipeschool.grade.unit07_reading import PRIORITY, READ_FIGURE, ZERO_BUBBLE_RATE
 from pipeschool.schedules import interleaved_1f1b, zb_h1
 from pipeschool.simulate import simulate
@@ -72,6 +80,7 @@ def judge_interleaved(answer: Answer, p: int, m: int, v: int, what: str) -> None
                 f"{action} in {show(row)}",
                 cases[worker],
             )
+        within(row, m, cases[worker])
         if what != "everything":
             kind = "F" if what == "forwards" else "B"
             right = [a for a in interleaved_order(worker, p, m, v) if a.kind == kind]

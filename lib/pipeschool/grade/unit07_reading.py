@@ -78,7 +78,8 @@ ZERO_BUBBLE_RATE = Exercise(
             ],
             draw=draw_balanced,
             hint="for every worker by itself: the end of its last action less the start of its "
-            "first; the longest of these is the cost. Updates do not count",
+            "first; the longest of these is the cost, and the rate is a share of it, not of the "
+            "work. Updates do not count",
         )
     ],
 )
