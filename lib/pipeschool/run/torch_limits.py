@@ -80,6 +80,7 @@ def one_batch(schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.workers:
         work = [a for a in row if a.kind in COMPUTE_KINDS and a.microbatch < schedule.m]
-        rows.append((*work, *(a for a in row if a.kind == "U" and a.microbatch == 0)))
+        updates = sorted(a for a in row if a.kind == "U" and a.microbatch == 0)
+        rows.append((*work, *updates))
     pairs = frozenset((a, b) for a, b in schedule.overlapped if a.microbatch < schedule.m)
     return replace(schedule, workers=tuple(rows), batches=1, overlapped=pairs)
