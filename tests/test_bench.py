@@ -45,6 +45,7 @@ def by_hand() -> Benchmark:
         "torch": "2",
         "date": "today",
         "load": [0.5],
+        "load_after": [1.5],
     }
     return Benchmark(4, 16, (0.005, 0.010), about, [case, alone])
 
@@ -102,6 +103,7 @@ def test_table_and_page_show_medians_and_ratios():
     page = bench_report.page(by_hand())
     assert "| 1F1B, paced | 2 | 4 (0.50) | 8 (0.25) | time / ideal |  |" in page
     assert "abacus, 2 cores (4 threads)" in page
+    assert "today; load average 0.5 before and 1.5 after" in page
     assert "p=4 workers, m=16 microbatches, medians of 3 rounds" in page
 
 

@@ -33,7 +33,7 @@ FLOORS = {
     "optimal": 4,
     "partition": 4,
     "draw": 4,
-    "tune": 4,
+    "tune": 5,
     "stability": 4,
     "bench": 5,
     "bench_report": 6,

@@ -126,7 +126,7 @@ def bench(
                 case.rounds.clear()
         for case in cases:
             case.measure(turn)
-    return Benchmark(p, m, pace, started, cases)
+    return Benchmark(p, m, pace, started | {"load_after": machine()["load"]}, cases)
 
 
 def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:

@@ -41,8 +41,8 @@ def text(benchmark: Benchmark) -> str:
 def page(benchmark: Benchmark) -> str:
     """The report in Markdown."""
     about = benchmark.machine
-    load = about["load"]
-    busy = f", load {load[0]} when it began" if isinstance(load, list) else ""
+    loads = [x[0] for x in (about["load"], about["load_after"]) if isinstance(x, list)]
+    busy = f"; load average {' before and '.join(map(str, loads))} after" if loads else ""
     forward, backward = (f"{1000 * seconds:g}" for seconds in benchmark.pace)
     p, m = benchmark.p, benchmark.m
     rounds = len(benchmark.cases[0].rounds[OURS])

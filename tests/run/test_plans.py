@@ -225,39 +225,11 @@ def test_layers_that_share_a_parameter_are_found_and_stay_on_one_stage():
         balanced(profile, 4)
 
 
-def test_stages_that_would_share_a_parameter_are_refused_with_two_cures():
-    model = tied_model()
-    profile = Profile([Layer() for _ in range(5)])  # whoever writes it by hand may not know
-    words = (
-        r"layers 1 \(Linear\) and 3 \(Linear\) share the parameter 1.weight, but are on stages 0 "
-        "and 1, which would train it apart: plan with keep_together .* or give each layer a"
-    )
-    with pytest.raises(ValueError, match=words):
-        equal(profile, 2).stages(model)
-    with pytest.raises(ValueError, match=words):
-        ps.partition.split_layers(model, 2)
-    assert balanced(profile, 2, keep_together=[(1, 3)]).cuts == (1,)
-    model[3].weight = nn.Parameter(model[1].weight.detach().clone())
-    assert len(equal(profile, 2).stages(model)) == 2
-
-
-def test_a_layer_in_two_places_is_one_that_shares_its_parameters():
-    layer = nn.Linear(6, 6)
-    with pytest.raises(ValueError, match="layers 0 .* and 2 .* share the parameter 0.weight"):
-        equal(Profile([Layer()] * 3), 3).stages([layer, nn.Tanh(), layer])
-
-
 def test_a_parameter_that_is_not_trained_may_be_in_several_stages():
     model = tied_model()
     model[1].weight.requires_grad_(False)
     assert profile_layers(model, batch(8), 4, rounds=1).tied == ()
     assert len(cut_at(Profile([Layer()] * 5), [2]).stages(model)) == 2
-
-
-def test_a_run_refuses_stages_that_share_a_parameter():
-    model = tied_model()
-    with pytest.raises(ValueError, match="stages 1 and 3 share the parameter weight, but each"):
-        ps.run(ps.gpipe(5, 2), list(model), [batch(4)])
 
 
 class NoChain(nn.Module):

@@ -275,7 +275,7 @@ LEGAL = ps.gpipe(p=2, m=2)
         ({"pace": (0.1, -1)}, "pace must be .*backward must be a number, 0 or more, not -1"),
         ({"pace": (0.1, [1, 2, 3])}, "backward needs one number, or one per stage: 2, not 3"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
-        ({"engine": "horse"}, "engine must be 'pipeschool', not 'horse'"),
+        ({"engine": "horse"}, "engine must be one of pipeschool, torch, not 'horse'"),
         (
             {"weights": "fresh"},
             "there is no weight policy 'fresh'; choose one of flush, frozen, latest, stash,",

@@ -50,7 +50,7 @@ def layers_of(model: Model) -> list[nn.Module]:
     )
 
 
-def split_layers(model: Model, p: int) -> list[nn.Module]:
+def split_layers(model: Model, p: int) -> list[Chain]:
     """`model` as `p` stages of consecutive layers; their numbers differ by one at most, the larger
     ones first. ValueError where there are fewer layers than stages."""
     whole_number("the number of stages", p)
@@ -60,33 +60,13 @@ def split_layers(model: Model, p: int) -> list[nn.Module]:
     return stages_of(model, ranges_of([*equal_cuts(n, p), n]), n)
 
 
-def stages_of(model: Model, ranges: Sequence[range], layers: int) -> list[nn.Module]:
+def stages_of(model: Model, ranges: Sequence[range], layers: int) -> list[Chain]:
     """One module for each range of layers; ValueError where the model does not have as many
-    `layers`, or where two stages would share a parameter."""
+    `layers`. Stages may share a parameter: a synchronous `run` adds up its gradients."""
     found = layers_of(model)
     if len(found) != layers:
         raise ValueError(f"the plan is for {layers} layers, but this model has {len(found)}")
-    refuse_shared(found, ranges)
     return [Chain(*found[r.start : r.stop]) for r in ranges]
-
-
-def refuse_shared(layers: Sequence[nn.Module], ranges: Sequence[range]) -> None:
-    """ValueError where a cut parts layers that share a parameter.
-
-    Each stage would train a copy of its own, and the copies would drift apart. One weight in two
-    places needs the gradients of both added up at every update, which `run` does not do.
-    """
-    stage_of = {layer: s for s, own in enumerate(ranges) for layer in own}
-    for name, group in shared_parameters(layers).items():
-        stages = sorted({stage_of[index] for index in group})
-        if len(stages) > 1:
-            who = " and ".join(f"{index} ({type(layers[index]).__name__})" for index in group)
-            where = " and ".join(map(str, stages))
-            raise ValueError(
-                f"layers {who} share the parameter {name}, but are on stages {where}, which would "
-                "train it apart: plan with keep_together to have them on one stage, or give each "
-                "layer a parameter of its own"
-            )
 
 
 def shared_parameters(layers: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:

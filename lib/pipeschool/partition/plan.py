@@ -97,11 +97,10 @@ class Plan:
             return round_robin(self.replicas, m, batches=batches, weights=weights)
         return (one_f_one_b if weights == "flush" else pipedream)(self.p, m, batches=batches)
 
-    def stages(self, model: Model) -> list[nn.Module]:
+    def stages(self, model: Model) -> Sequence[nn.Module]:
         """`model` as one module per stage, for `run`; a tuple that a layer returns goes on whole.
 
-        ValueError where the model has other layers than the profile, or where two stages would
-        share a parameter: see `chain.refuse_shared`.
+        ValueError where the model has other layers than the profile.
         """
         from pipeschool.partition.chain import stages_of
 

@@ -13,6 +13,7 @@ from pipeschool.memory import Level
 from pipeschool.run.errors import Frame
 from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.tensor import Plan
+from pipeschool.run.ties import Tie
 from pipeschool.run.weights import Parameters, StageState, Update
 from pipeschool.trace import Span
 
@@ -44,6 +45,7 @@ class Job:
     pace: dict[str, list[float]] | None  # kind -> declared seconds per stage
     backend: str
     device: str
+    ties: list[Tie]  # parameters that several stages share
     parts: int  # processes of a worker, that share its weights between them
     plan: Plan  # how
     rendezvous: str  # file through which the workers find each other

@@ -27,6 +27,7 @@ from pipeschool.run.parcel import pack
 from pipeschool.run.pool import Pool
 from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.tensor import check_plan
+from pipeschool.run.ties import ready_for_ties, ties_of
 from pipeschool.run.torch_limits import refuse
 from pipeschool.run.watch import Watch
 from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
@@ -110,8 +111,11 @@ def launch(
     With `state` the run goes on where an earlier one ended.
     """
     schedule, data = fit_batches(schedule, batches)
-    given, schedule = schedule, check(lower(check(schedule)))
     check_stages(schedule, stages)
+    parts = options.tensor_parallel
+    ties = ties_of(stages) if schedule.trains else []
+    given = ready_for_ties(check(schedule), ties, parts, options.engine)
+    schedule = check(lower(given))
     processes = schedule.p * options.tensor_parallel
     if processes > MOST_WORKERS and not torchrun.active():
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
@@ -130,7 +134,8 @@ def launch(
         mine = schedule.stages_of(worker)
         return Job(
             schedule=schedule,
-            modules={s: stages[s] for s in mine},
+            # Copies made one by one no longer share parameters: each stage steps with its own.
+            modules={s: copy.deepcopy(stages[s]) if ties else stages[s] for s in mine},
             inputs=inputs if worker in schedule.owners[0] else None,
             targets=targets if worker in schedule.owners[-1] else None,
             scales=scales,
@@ -145,6 +150,7 @@ def launch(
             pace=paces,
             backend=backend,
             device=devices[worker],
+            ties=ties,
             parts=parts,
             plan=plan,
             rendezvous=rendezvous,
@@ -153,7 +159,6 @@ def launch(
             engine=options.engine,
         )
 
-    parts = options.tensor_parallel
     plan = check_plan(list(stages), options.tensor_plan) if parts > 1 else {}
     if parts > 1:
         refuse_with_parts(schedule, options, state)
@@ -271,7 +276,7 @@ def fit_batches(
 
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
-    """One module per stage, each a module with weights of its own."""
+    """One module per stage, each a module."""
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError("stages must be a list of modules, one per stage")
     if len(stages) != schedule.stages:
@@ -282,16 +287,6 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} must be a torch.nn.Module, not {type(stage).__name__}")
-    holders: dict[int, int] = {}
-    for index, stage in enumerate(stages if schedule.trains else ()):
-        for name, parameter in stage.named_parameters():
-            other = holders.setdefault(id(parameter), index)
-            if parameter.requires_grad and other != index:
-                raise ValueError(
-                    f"stages {other} and {index} share the parameter {name}, but each stage trains "
-                    "its own weights: put the layers that share it on one stage, or give each a "
-                    "parameter of its own"
-                )
 
 
 def choose_device(device: str, p: int) -> tuple[str, list[str]]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipeschool.actions import COMPUTE_KINDS, Action, Schedule
+from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.run.stage import Tensors, describe
+from pipeschool.run.ties import updates_last
 
 if TYPE_CHECKING:
     from pipeschool.run.launch import Options
@@ -79,13 +80,3 @@ def one_batch(schedule: Schedule) -> Schedule:
         rows.append((*work, *(a for a in row if a.kind == "U" and a.microbatch == 0)))
     pairs = frozenset((a, b) for a, b in schedule.overlapped if a.microbatch < schedule.m)
     return replace(schedule, workers=tuple(rows), batches=1, overlapped=pairs)
-
-
-def updates_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The rows, the updates of a batch put after its last action."""
-    rows = []
-    for row in schedule.workers:
-        batch = [a.microbatch if a.kind == "U" else a.microbatch // schedule.m for a in row]
-        order = sorted(range(len(row)), key=lambda i: row[i].kind == "U")
-        rows.append(tuple(row[i] for i in sorted(order, key=batch.__getitem__)))
-    return tuple(rows)

@@ -31,6 +31,7 @@ from pipeschool.actions import MESSAGE_KINDS, Action, Schedule
 from pipeschool.lower import message_of, peer_of, sender_of
 from pipeschool.run.stage import Tensors
 from pipeschool.run.tensor import local
+from pipeschool.run.ties import Tie
 
 PACKET = 2048  # numbers of 8 bytes in a packet
 HEADER = 128  # of them for the header
@@ -193,6 +194,18 @@ class Transport:
         group = self.replicas.get(stage)
         for name in sorted(gradients) if group else ():
             guarded(dist.all_reduce, local(gradients[name]), dist.ReduceOp.SUM, group)
+
+    def meet_for(self, ties: Sequence[Tie]) -> None:
+        """Make a group for the workers of each of `ties`: all workers do, in the same order."""
+        self.ties: list[Any] = []
+        for tie in ties:
+            workers = sorted({self.schedule.owner(stage, 0) for stage, _ in tie})
+            self.ties.append(dist.new_group(workers) if len(workers) > 1 else None)
+
+    def sum_over_tie(self, number: int, gradient: Tensor) -> None:
+        """Add to `gradient` that of the other workers that have this parameter."""
+        if group := self.ties[number]:
+            guarded(dist.all_reduce, gradient, dist.ReduceOp.SUM, group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

@@ -51,6 +51,7 @@ class Worker:
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
         self.done: list[tuple[Action, Mark, Mark, int, int, int]] = []
+        self.tied = [0] * len(job.ties)  # updates of each parameter that stages share
         self.link_free: defaultdict[int, float] = defaultdict(float)  # peer -> end of last message
         self.ready = 0.0  # paced: when this worker was free and all its input had left its sender
 
@@ -150,10 +151,26 @@ class Worker:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
         self.transport.sum_over_replicas(action.stage, weights.gradients)
+        self.sum_ties(action)
         version = weights.update(action)
         if self.job.history:
             self.report.history.setdefault(action.stage, []).append(on_cpu(version.parameters))
         return version
+
+    def sum_ties(self, update: Action) -> None:
+        """Before the first update here of a parameter that stages share: its gradients, summed."""
+        for number, tie in enumerate(self.job.ties):
+            here = [(self.stages[s].weights, name) for s, name in tie if s in self.stages]
+            mine = any(stage == update.stage for stage, _ in tie)
+            if not mine or self.tied[number] > update.microbatch:
+                continue
+            self.tied[number] += 1
+            total = torch.zeros_like(here[0][0].current[here[0][1]])
+            for weights, name in here:
+                total += weights.gradients.get(name, 0.0)
+            self.transport.sum_over_tie(number, total)
+            for weights, name in here:
+                weights.gradients[name] = total.clone()
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
@@ -266,6 +283,7 @@ def work(
 
         return torch_engine.work(rank, job, device, board)
     transport = Transport(number, job.schedule, device, job.backend, rank % job.parts, job.parts)
+    transport.meet_for(job.ties)
     worker = Worker(number, job, transport)
     row = job.schedule.workers[number]
     dist.barrier()
