@@ -629,9 +629,9 @@ def best_m(measure, start: int, most: int, budget: int) -> int:
     measure: measure(m) is the throughput with m microbatches, samples per second; a probe. It rises
         up to the best m and falls after it. Asking for the same m again costs no further probe.
     start: where to begin, 4p; it may be larger than `most`.
-    budget: 2 log2(most) + 3, rounded up. To try every m takes too many.
+    budget: 3 log2(most) + 3, rounded up. To try every m takes too many.
 
-    Example: best_m(measure=lambda m: 50 - abs(m - 20), start=8, most=64, budget=15) is 20.
+    Example: best_m(measure=lambda m: 50 - abs(m - 20), start=8, most=64, budget=21) is 20.
     """
     ### BEGIN SOLUTION
     low, high = 1, most
@@ -683,7 +683,7 @@ def measure(m):
     return probes[m]
 
 
-found_m = search(measure, 16, 64, 15)
+found_m = search(measure, 16, 64, 21)
 print(
     f"\nyour search: m = {found_m}, {probes[found_m]:.1f} samples/s, in {len(probes)} runs instead of 64"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil, hypot, log2
+from math import ceil, hypot, isclose, log2
 from random import Random
 
 from pipeschool.grade import plain
@@ -75,8 +75,8 @@ def best_m(measure: Line, start: int, most: int, budget: int) -> int:
 
 
 def budget_of(most: int) -> int:
-    """Enough to double and then to halve."""
-    return 2 * ceil(log2(most)) + 3
+    """Enough to double and then to halve, at two probes a step."""
+    return 3 * ceil(log2(most)) + 3
 
 
 NEAR = 0.995  # of the best throughput
@@ -184,12 +184,11 @@ def judge_scale(answer: Answer, found: list[float], right: list[float]) -> None:
     """The factor, up to rounding; None where there is none."""
     expected, got = scale_of(found, right), answer(found, right)
     wanted = "None, for no factor makes one of the other" if expected is None else f"{expected:g}"
-    close = same(expected, got) if expected is None or got is None else _near(expected, got)
-    require(close, wanted, show(got))
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
+    if expected is None or got is None:
+        agree = expected is got
+    else:
+        agree = isclose(expected, got, rel_tol=1e-4)
+    require(agree, wanted, show(got))
 
 
 def draw_scaled(rng: Random, size: int) -> Case:
