@@ -18,6 +18,7 @@
 # %%
 import math
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import pipeschool as ps
@@ -32,7 +33,7 @@ batch = (inputs[:1024], targets[:1024])
 loss = nn.functional.cross_entropy
 
 torch.manual_seed(0)
-widths = [64, 256, 256, 256, 256, 192, 128, 128, 64, 64, 32]  # wide in front, narrow behind
+widths = [64, 384, 384, 384, 384, 256, 128, 128, 64, 64, 32]  # wide in front, narrow behind
 layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
 layers.append(nn.Linear(32, 10))
 stages = ps.partition.split_layers(layers, 4)
@@ -46,17 +47,23 @@ print(f"{len(layers)} layers in {len(stages)} stages: {[len(stage) for stage in 
 #
 # Let us do what the shop should do: take the gap apart. Here are four stages. The first is slower than the others. Handing on takes a while as well: a message is on its way for 20 ms, its *latency*.
 #
-# **Predict.** The drawing says 743 ms. What will four real processes need, in ms?
+# The floor plan knows none of this. It spreads the work evenly:
+
+# %%
+latency = 0.02  # seconds
+forward, backward = [0.03, 0.02, 0.02, 0.02], [0.06, 0.04, 0.04, 0.04]  # seconds, per stage
+schedule = ps.one_f_one_b(p=4, m=8)
+
+drawing = ps.simulate(schedule, ps.Cost(sum(forward) / 4, sum(backward) / 4))
+print(f"by the drawing: {1000 * drawing.makespan:.0f} ms")
+
+# %% [markdown]
+# **Predict.** What will four real processes need, in ms? (The first run of a notebook takes some seconds to start.)
 
 # %%
 guess_real = None  # ms, a number
 
 # %%
-latency = 0.02
-forward, backward = [0.03, 0.02, 0.02, 0.02], [0.06, 0.04, 0.04, 0.04]  # seconds, per stage
-schedule = ps.one_f_one_b(p=4, m=8)
-
-drawing = ps.simulate(schedule, ps.Cost(sum(forward) / 4, sum(backward) / 4))
 uneven = ps.simulate(schedule, ps.Cost(forward, backward))
 with_messages = ps.simulate(schedule, ps.Cost(forward, backward, latency=latency))
 measured = ps.run(schedule, stages, [batch], loss=loss, pace=(forward, backward), latency=latency)
@@ -65,7 +72,7 @@ grade.reveal(guess_real, round(1000 * measured.trace.makespan), "ms, measured, p
 ps.draw.compare(drawing, measured.trace)
 
 # %% [markdown]
-# Above the drawing, below it four real processes. They do the real work, wait until the declared time is over, and every message is really held back for 20 ms. So the run is *measured*, and *paced*.
+# At the top the drawing, below it four real processes. They do the real work, wait until the declared time is over, and every message is really held back for 20 ms. So the run is *measured*, and *paced*.
 #
 # Each line of the next table lets one more thing into the prediction. What it adds is that thing's share of the gap.
 
@@ -92,7 +99,7 @@ print(f"{start_up:<42}{1000 * measured.start_seconds:>7.0f} ms, paid once, not i
 # - **Start-up**: processes begin, torch loads, workers find each other. Paid once. It hurts only in short runs; never put it into a time per batch.
 # - **The rest**: Python between two actions, the operating system, other programs. On a busy machine it is larger, so run the cell again before you believe it.
 #
-# **Try it.** Set `latency = 0`, or make the four stages equal, and run the two cells again. Which line does it change?
+# **Try it.** Set `latency = 0`, or make the four stages equal, and run these cells again. Which line of the table changes?
 #
 # ## 2. What a message costs
 #
@@ -133,13 +140,13 @@ grade.check(message_seconds, points=2, seed=grade.seed())
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Stage 0 hands on 256 numbers for each digit. Say the link brings 10 million bytes per second, a slow wireless network, with 5 ms of latency.
+# Stage 0 hands on 384 numbers for each digit. Say the link brings 10 million bytes per second, a slow wireless network, with 5 ms of latency.
 
 # %%
 my_message = grade.yours(message_seconds)
 print("\n  m   ms for one message   ms for all messages of a batch, one way")
 for m in (2, 4, 8, 16, 32):
-    one = 1000 * my_message(1024, m, 256, 4, 0.005, 10e6)
+    one = 1000 * my_message(1024, m, 384, 4, 0.005, 10e6)
     print(f"{m:>3}{one:>12.1f}{m * one:>24.1f}")
 
 # %% [markdown]
@@ -214,12 +221,12 @@ for m in (4, 8, 32, 128):
 guess_fastest = None  # "gpipe", "one_f_one_b" or "eager_1f1b"
 
 # %%
-traces = {}
+traces, far = {}, 0.02  # seconds of latency
 print("you predicted:", guess_fastest)
 for build in (ps.gpipe, ps.one_f_one_b, ps.eager_1f1b):
     line = build(p=4, m=8)
-    predicted = ps.simulate(line, ps.Cost(0.02, 0.04, latency=latency))
-    run = ps.run(line, stages, [batch], loss=loss, pace=(0.02, 0.04), latency=latency)
+    predicted = ps.simulate(line, ps.Cost(0.02, 0.04, latency=far))
+    run = ps.run(line, stages, [batch], loss=loss, pace=(0.02, 0.04), latency=far)
     traces[line.name] = run.trace
     print(f"{line.name:<12} predicted {1000 * predicted.makespan:.0f} ms", end=", ")
     print(
@@ -258,7 +265,7 @@ guess_times_slower = None
 profile = ps.partition.profile_layers(layers, batch, m=8, loss=loss)
 print("layer  numbers handed on   forward ms   spread   backward ms   spread")
 for number, layer in enumerate(profile.layers):
-    width = round(layer.output_bytes / 4 / 128) or 10
+    width = [*widths[1:], 10][number]
     times = (layer.forward, layer.forward_spread, layer.backward, layer.backward_spread)
     a, b, c, d = (1000 * seconds for seconds in times)
     print(f"{number:>5}{width:>19}{a:>13.3f}{b:>9.3f}{c:>14.3f}{d:>9.3f}")
@@ -623,7 +630,7 @@ for m in (1, 2, 4, 8, top, 16, 24, 32, 64):
 
 
 # %%
-def best_m(measure, start: int, most: int, budget: int) -> int:
+def best_m(measure: Callable[[int], float], start: int, most: int, budget: int) -> int:
     """An m from 1 to `most` whose throughput is within 0.5% of the best, in at most `budget` probes.
 
     measure: measure(m) is the throughput with m microbatches, samples per second; a probe. It rises
@@ -693,10 +700,14 @@ print(
 )
 
 # %% [markdown]
+# Near the top $m$ and $m + 1$ differ by less than one run differs from the next. So run the cell twice, and you may get another $m$, nearly as good.
+#
 # Now the library's tuner. It does the same, and a few things more: it tries only those $m$ that make microbatches as even as can be, it does not trust differences smaller than the noise, and it can keep to a memory cap.
 
 # %%
-print(ps.tune.tune_microbatches("1f1b", stages, small, pace=pace_of, repeats=1, noise=0.02))
+print(
+    ps.tune.tune_microbatches("1f1b", stages, small, loss=loss, pace=pace_of, repeats=1, noise=0.02)
+)
 
 # %% [markdown]
 # ## 7. Three faults that nobody reports
@@ -779,7 +790,7 @@ suspects = {
 }
 for name, (norm, its_loss) in suspects.items():
     line = with_norm(norm)
-    # BatchNorm's own bias apart, the right gradient is that of the whole batch at once: m = 1
+    # the right gradient is that of the whole batch at once, in one process
     right = reference.gradients(line, [batch], m=1, loss=loss)
     got = ps.run(ps.one_f_one_b(p=4, m=8), line, [batch], loss=its_loss).gradients
     factor = diagnose(flat(got), flat(right))
@@ -827,14 +838,15 @@ grade.check(clip_factor, points=2, seed=grade.seed())
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# **Predict.** We clip a real gradient to a tenth of its length, each stage on its own. What is the cosine of the angle between it and the right direction? (1 is the same direction, 0 a right angle.)
+# **Predict.** Four stages, and somebody forgot to scale the pixels: they go from 0 to 16. We clip the gradient to a tenth of its length, each stage on its own. What is the cosine of the angle between it and the right direction? (1 is the same direction, 0 a right angle.)
 
 # %%
 guess_cosine = None
 
 # %%
 my_factor = grade.yours(clip_factor)
-gradients = reference.gradients(with_norm(nn.Identity()), [batch], m=8, loss=loss)
+unscaled = (16 * batch[0], batch[1])
+gradients = reference.gradients(with_norm(nn.Identity()), [unscaled], m=8, loss=loss)
 norms = [math.hypot(*flat([stage])) for stage in gradients]
 limit = math.hypot(*norms) / 10
 rows = ps.stability.clip_factors(gradients, limit)
@@ -845,7 +857,7 @@ grade.reveal(guess_cosine, round(ps.stability.direction(rows), 3), "is the cosin
 print(f"together: {ps.stability.direction(rows, together=True):.3f}")
 
 # %% [markdown]
-# `clip_norm` of `ps.run` clips per stage, and its documentation says so. It does keep explosions away. It is not what one process does.
+# Stage 0 has the longest piece, and loses most. Clipped on their own, all pieces end up equally long, whatever they were: the shares that the stages have in the step are gone. `clip_norm` of `ps.run` clips per stage, and its documentation says so. It does keep explosions away. It is not what one process does.
 #
 # ### Exercise 10: late gradients (3 points)
 #
@@ -909,18 +921,14 @@ for delay in (0, 1, 3, 7):
 
 # %%
 torch.manual_seed(2)
-net = [
-    nn.Sequential(nn.Linear(64, 32), nn.Tanh())
-    if s == 0
-    else nn.Sequential(nn.Linear(32, 32), nn.Tanh())
-    for s in range(3)
-]
-net.append(nn.Linear(32, 10))
-stream = [(inputs[i : i + 32], targets[i : i + 32]) for _ in range(4) for i in range(0, 1408, 32)]
-print(ps.stability.table(ps.stability.delayed_training(net, stream, rate=0.9, loss=loss)))
+net = [nn.Sequential(nn.Linear(n, 32), nn.Tanh()) for n in (64, 32, 32)] + [nn.Linear(32, 10)]
+stream = [(inputs[i : i + 32], targets[i : i + 32]) for _ in range(3) for i in range(0, 1408, 32)]
+print(ps.stability.table(ps.stability.delayed_training(net, stream, rate=1.0, loss=loss)))
 
 # %% [markdown]
-# `loss` is the mean over the last tenth of the training, `worst` the largest of all. Compare the first two lines, then look which cure helps. Two of them come from PipeMare (Yang et al., MLSys 2021): a smaller rate, and one that starts small and rises.
+# `loss` is the mean over the last tenth of the training, `worst` the largest of all; somebody who guesses has $\ln 10 \approx 2.3$. Compare the first two lines: the same rate, the same data. Then look which cure helps.
+#
+# A rate that starts small and rises (Yang et al., PipeMare, MLSys 2021) helps through the wild beginning. But at its end it is the old rate again: it cures only if that one is below the delay's bound. Clipping keeps the steps short, and so the explosion away.
 #
 # ## 8. Several machines
 #
