@@ -63,8 +63,7 @@ ONE_ROW_WRONG = {
     ),
     "microbatch out of range": (
         GOOD[0], "1F0 1F1 1F2 1B0 1B1 1B2 1U0", "1F2",
-        "worker 1 lists 1F2 (forward of microbatch 2 on stage 1), but there are only 2 "
-        "microbatches, numbered from 0",
+        "worker 1 lists 1F2 (forward of microbatch 2 on stage 1), but the last microbatch is 1",
     ),
     "stage on two workers": (
         GOOD[0], "1F0 1F1 1B0 0B1 1B1 1U0", "0B1",

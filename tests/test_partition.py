@@ -400,6 +400,29 @@ def test_a_plan_under_a_cap_keeps_to_it_in_the_simulator(seed, n, p):
             assert balanced(profile, p, memory_cap=tight, m=m).bottleneck == plan.bottleneck
 
 
+def test_where_messages_take_time_eager_1f1b_takes_the_bottleneck_and_1f1b_takes_longer():
+    """Two stages of 1 + 2 s, messages of 1 s: with two microbatches in flight, the first worker has
+    a new one every (1 + 1 + 3 + 1 + 2)/2 = 4 s."""
+    plan = cut_at(Profile([Layer(1, 2, output_bytes=10), Layer(1, 2)]), [1], bandwidth=10)
+    assert (plan.bottleneck, plan.boundary_seconds) == (3, (1,))
+
+    def per_microbatch(build):
+        makespans = [ps.simulate(build(plan.p, m), plan.cost()).makespan for m in (20, 40)]
+        return (makespans[1] - makespans[0]) / 20
+
+    assert per_microbatch(ps.eager_1f1b) == 3
+    assert per_microbatch(ps.one_f_one_b) == 4
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(4, 8), p=st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_no_schedule_is_faster_than_predicted(seed, n, p):
+    plan = balanced(profile_of(random_layers(random.Random(seed), n)), p, bandwidth=2)
+    for build in (ps.one_f_one_b, ps.eager_1f1b, ps.gpipe):
+        trace = ps.simulate(build(p, 20), plan.cost())
+        assert trace.makespan >= 20 * plan.bottleneck - 1e-9
+
+
 def test_the_cost_of_a_plan_is_that_of_its_layers():
     layers = [
         Layer(i, 10 * i, 0, 0, 2 * i, 3 * i, 4 * i, 5 * i, 6 * i, 7 * i, 8 * i) for i in range(1, 5)

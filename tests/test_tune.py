@@ -121,6 +121,38 @@ def test_an_end_of_what_fits_is_found_exactly() -> None:
     assert found.runs == len(asked)
 
 
+@pytest.mark.parametrize("first", range(2, 65))
+def test_wherever_that_end_is(first: int) -> None:
+    found = tune(lambda m: (100 / m, 1 / m), 16, 64, cap=1 / first)
+    assert found.best.value == first
+
+
+def test_what_noise_may_have_hidden_is_looked_behind() -> None:
+    """8 seems 1% worse than 16. Nobody knows, so that the search goes on to 4; 3% are a fact."""
+    seen = {1: 0.8, 2: 1.0, 4: 1.2, 8: 0.99, 16: 1.0, 32: 0.9}
+    assert tune(seen.__getitem__, 16, 32, candidates=seen, noise=0.01).best.value == 4
+    seen[8] = 0.97
+    found = tune(seen.__getitem__, 16, 32, candidates=seen, noise=0.01)
+    assert [probe.value for probe in found.probes] == [16, 8, 32]
+
+
+def test_no_run_is_spent_outside_of_the_bracket() -> None:
+    """The throughput rises all the way: doubling to the end, and bisecting the last step."""
+    found = tune(lambda m: m, 1, 64, noise=0)
+    assert [probe.value for probe in found.probes] == [1, 2, 4, 8, 16, 32, 64, 45, 54]
+    found = tune(lambda m: 1 / m, 64, 64, noise=0)
+    assert [probe.value for probe in found.probes] == [64, 32, 16, 8, 4, 2, 1]
+
+
+def test_predictions_do_not_count_as_runs() -> None:
+    """Of 2, 1, 4 and 8, which the prediction refuses, none is one of the two runs."""
+    found = tune(lambda m: 1 / m, 2, 64, cap=10, predict=lambda m: 100 / m, limit=2)
+    assert [(probe.value, probe.ran) for probe in found.probes[:5]] == [
+        (2, False), (1, False), (4, False), (8, False), (16, True),
+    ]  # fmt: skip
+    assert found.runs == 2
+
+
 def test_what_is_predicted_not_to_fit_is_not_run() -> None:
     asked = []
 

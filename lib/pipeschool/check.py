@@ -303,8 +303,8 @@ def _check_distinct(schedule: Schedule, worker: int, row: Sequence[Action]) -> N
         for action in row:
             if action.kind != "U" and not 0 <= action.microbatch < schedule.microbatches:
                 raise IllegalSchedule(
-                    f"worker {worker} lists {action.describe()}, but there are only "
-                    f"{schedule.microbatches} microbatches, numbered from 0",
+                    f"worker {worker} lists {action.describe()}, but the last microbatch is "
+                    f"{schedule.microbatches - 1}",
                     worker,
                     action,
                 )

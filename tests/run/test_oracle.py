@@ -415,7 +415,7 @@ def test_a_policy_that_asks_for_what_is_not_there_is_refused_before_the_run(
 
 
 def test_the_oracle_knows_every_policy() -> None:
-    assert set(RULES) == set(FORWARD) == set(POLICIES)
+    assert set(RULES) == set(FORWARD) == set(POLICIES) - {"frozen"}  # which makes no update
 
 
 @pytest.mark.parametrize("rule", ["flush", "latest", "stash", "vertical_sync"])

@@ -275,6 +275,11 @@ LEGAL = ps.gpipe(p=2, m=2)
         ({"pace": (0.1, -1)}, "pace must be .*backward must be a number, 0 or more, not -1"),
         ({"pace": (0.1, [1, 2, 3])}, "backward needs one number, or one per stage: 2, not 3"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
+        ({"loss": nn.MSELoss}, r"loss must be a function .*, such as MSELoss\(\), not the class"),
+        ({"loss": 3}, "loss must be a function, such as .*, not 3"),
+        ({"optimizer": "sgd"}, "optimizer must be a function, such as lambda parameters: .*, not"),
+        ({"latency": -1}, "latency must be a number, 0 or more, not -1"),
+        ({"bandwidth": 0}, "bandwidth must be a number, above 0, not 0"),
         ({"engine": "horse"}, "engine must be one of pipeschool, torch, not 'horse'"),
         (
             {"weights": "fresh"},
@@ -317,3 +322,34 @@ def test_split_layers_gives_consecutive_layers_of_near_equal_number():
     assert [layer for stage in stages for layer in stage] == list(model)
     with pytest.raises(ValueError, match="a model of 7 layers cannot be cut into 8 stages"):
         split_layers(model, 8)
+
+
+def test_a_notebook_shows_one_sentence_for_an_argument_that_does_not_fit():
+    with pytest.raises(ValueError) as caught:
+        ps.run(LEGAL, linear_stages(3), [batch(4)])
+    sentence = "ValueError: gpipe has 2 stages, so it needs as many modules, not 3"
+    assert caught.value._render_traceback_() == [sentence]
+
+
+def test_an_error_of_the_callers_own_code_keeps_its_traceback():
+    def batches():
+        raise ValueError("no more tea")
+        yield
+
+    with pytest.raises(ValueError, match="no more tea") as caught:
+        ps.run(LEGAL, linear_stages(2), batches())
+    assert not hasattr(caught.value, "_render_traceback_")
+
+
+def test_a_declared_link_holds_every_message_back():
+    """It arrives no sooner than the prediction says: 20 ms late, and one after the other."""
+    stages, (x, y) = linear_stages(2), batch(4)
+    size = 2 * 6 * 8  # bytes of a message
+    link = {"latency": 0.02, "bandwidth": size / 0.01}
+    trace = ps.run(LEGAL, stages, [(x, y)], pace=(0.001, 0.002), **link).trace
+    predicted = ps.simulate(LEGAL, ps.Cost(0.001, 0.002, message_bytes=size, **link))
+    assert trace.label == "measured, paced"
+    expected = {span.action: span.start for span in predicted.spans}
+    for span in trace.spans:
+        if span.action.kind in "FB":
+            assert span.start >= expected[span.action] - 1e-4

@@ -13,6 +13,7 @@ from pathlib import Path
 import pipeschool as ps
 import pytest
 import torch
+from test_run import batch, linear_stages
 from torch import nn
 from training_script import make
 
@@ -179,3 +180,31 @@ def test_killed_at_random_moments_and_resumed_equals_never_killed(schedule, tmp_
     assert losses == right.losses
     for one, other in zip(states, right.state_dicts, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(("name", "v"), [("interleaved_1f1b", 2), ("zb_v", 2), ("gpipe", None)])
+def test_several_stages_per_worker_train_like_one_process(name, v):
+    stages, data = linear_stages(4), [batch(8, seed=seed) for seed in range(4)]
+    training = ps.train(name, stages, data, m=4, v=v, every=2, optimizer=sgd, log=None)
+    model = nn.Sequential(*linear_stages(4))
+    optimizer = sgd(model.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for stage, state in zip(model, training.state_dicts, strict=True):
+        for key, value in stage.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "says"),
+    [
+        ("interleaved_1f1b", 3, "4 stages cannot be shared out by v=3 to each worker"),
+        ("zb_v", None, "zb_v for p=4 has 8 stages, but there are 4 modules: v= says"),
+        ("gpipe", 2, "v must be 1 for gpipe, not 2"),
+    ],
+)
+def test_stages_that_cannot_be_shared_out_are_refused(name, v, says):
+    with pytest.raises(ValueError, match=says):
+        ps.train(name, linear_stages(4), [batch(8)], m=4, v=v, log=None)

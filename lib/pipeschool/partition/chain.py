@@ -98,8 +98,8 @@ def profile_layers(
     the model is not changed. After a round to warm up, 2 * `rounds` forwards and `rounds`
     backwards count. A short layer seems longer than it is inside a stage: some tens of
     microseconds of Python belong to each. The loss counts for the last layer. A parameter that
-    layers share counts for the first of them alone, which is right where they stay together.
-    `loss` and `optimizer` as for `run`.
+    layers share counts for each of them: on stages apart each has a copy; on one stage, once would
+    do. `loss` and `optimizer` as for `run`.
     """
     whole_number("m", m)
     whole_number("rounds", rounds)
@@ -113,21 +113,13 @@ def profile_layers(
         rounds,
     )
     return Profile(
-        [_layer(found, index, layer, _known(layers, index)) for index, layer in enumerate(layers)],
+        [_layer(found, index, layer) for index, layer in enumerate(layers)],
         tied=sorted(set(shared_parameters(layers).values())),
         warm_up=found.warm_up,
     )
 
 
-def _known(layers: Sequence[nn.Module], index: int) -> float:
-    """The share of a layer's parameters, in bytes, that it has from layers before it."""
-    before = {id(p) for layer in layers[:index] for p in layer.parameters() if p.requires_grad}
-    sizes = {id(p): p.numel() * p.element_size() for p in layers[index].parameters()}
-    total = sum(sizes.values())
-    return sum(sizes[i] for i in sizes.keys() & before) / total if total else 0.0
-
-
-def _layer(found: Measured, index: int, layer: nn.Module, known: float) -> Layer:
+def _layer(found: Measured, index: int, layer: nn.Module) -> Layer:
     def measured(name: str) -> float:
         return per_item(name, getattr(found.cost, name), len(found.seconds["F"]), "layer")[index]
 
@@ -139,9 +131,9 @@ def _layer(found: Measured, index: int, layer: nn.Module, known: float) -> Layer
         backward_spread=spread(backward),
         update=measured("update"),
         activation_bytes=measured("activation_bytes"),
-        parameter_bytes=measured("parameter_bytes") * (1 - known),
-        gradient_bytes=measured("gradient_bytes") * (1 - known),
-        optimizer_bytes=measured("optimizer_bytes") * (1 - known),
+        parameter_bytes=measured("parameter_bytes"),
+        gradient_bytes=measured("gradient_bytes"),
+        optimizer_bytes=measured("optimizer_bytes"),
         output_bytes=measured("message_bytes"),
         working_bytes=measured("working_bytes"),
         name=type(layer).__name__,

@@ -60,8 +60,9 @@ class Plan:
     def throughput(self) -> float:
         """Microbatches per second in steady state: what the bottleneck lets through.
 
-        Warm-up, drain and updates are not in it. Where messages take long, 1F1B may stay below,
-        because it lets too few microbatches in: ``ps.simulate(plan.schedule(m), plan.cost())``.
+        Warm-up, drain and updates are not in it. Where messages take time, 1F1B may stay below: it
+        lets so few microbatches in that workers wait for messages. ``ps.eager_1f1b(plan.p, m)``
+        lets more in, and `simulate` with the plan's `cost` tells what either makes of it.
         """
         return 1 / self.bottleneck if self.bottleneck else math.inf
 

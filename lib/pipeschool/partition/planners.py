@@ -83,10 +83,11 @@ def balanced(
     memory_cap: bytes that a worker may hold, one number or one per worker, when batches of `m`
         microbatches go by `schedule`, the name of one with one stage per worker. See `peak_bytes`.
     keep_together: groups of layers that must stay on one stage; the profile's tied layers where
-        not given, () to let them be apart. Where the first layer and the last share a parameter,
-        as an embedding and an output layer may, no contiguous cut is left. A V placement such as
-        that of ``ps.zb_v`` puts first and last stage on one worker, which could then keep one
-        weight for both; but in `run` each stage trains a weight of its own.
+        not given, () to let them be apart. Then each stage has a copy of the parameter that they
+        share, and a synchronous `run` gives all copies the sum of their gradients. That is the
+        only way where the first layer shares one with the last, as an embedding may with an output
+        layer: consecutive layers leave nothing to cut between the two. A V placement, such as that
+        of ``ps.zb_v``, has first and last stage on one worker, so that the sum needs no message.
 
     Dynamic programming over (first layer, worker). ValueError where nothing fits.
     """
@@ -286,7 +287,7 @@ def _enough_pieces(layers: int, p: int, together: Sequence[tuple[int, ...]]) -> 
         raise ValueError(
             f"a model of {layers} layers cannot be cut into {p} stages where "
             f"{' and '.join(map(_named, together))} must be on one stage, with all between them: "
-            "give each a weight of its own, or let them be apart with keep_together=()"
+            "let them be apart with keep_together=(), or give each a weight of its own"
         )
 
 

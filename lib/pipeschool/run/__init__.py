@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
 from pipeschool.cost import Cost, number
-from pipeschool.run.errors import RunError, RunStopped
+from pipeschool.run.errors import RunError, RunStopped, plainly
 from pipeschool.run.pool import start_fork_server
 from pipeschool.run.train import Training, train
 from pipeschool.versions import Policy, with_weights
@@ -26,6 +26,7 @@ TIMEOUT = 3.0  # seconds
 ENGINES = ("pipeschool", "torch")
 
 
+@plainly
 def run(
     schedule: Schedule,
     stages: Sequence[nn.Module],
@@ -125,6 +126,7 @@ def run(
     return launch(schedule, stages, batches, options, called)
 
 
+@plainly
 def profile(
     stages: Sequence[nn.Module],
     batch: tuple[Any, Any],
@@ -177,6 +179,18 @@ def options_of(
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     number("timeout", timeout, positive=True)
+    for name, function, example in (
+        ("loss", loss, "torch.nn.CrossEntropyLoss()"),
+        ("optimizer", optimizer, "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
+        ("scheduler", scheduler, "lambda o: torch.optim.lr_scheduler.StepLR(o, 10)"),
+    ):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function, such as {example}, not {function!r}")
+    if isinstance(loss, type):
+        raise ValueError(
+            f"loss must be a function of outputs and targets, such as {loss.__name__}(), not the "
+            f"class {loss.__name__}"
+        )
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True)
     whole_number("tensor_parallel", tensor_parallel)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import linecache
-from typing import NamedTuple
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from pipeschool.actions import Action
+
+LIBRARY = Path(__file__).parents[1]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class Frame(NamedTuple):
@@ -50,6 +58,26 @@ class RunError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the message, without the library's own frames."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def plainly(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a notebook show a ValueError of ours as its one sentence, without the library's frames.
+
+    One that comes from the caller's own code, such as a loader, keeps its traceback.
+    """
+
+    @wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            if source.is_relative_to(LIBRARY):
+                sentence = f"{type(error).__name__}: {error}"
+                error._render_traceback_ = lambda: [sentence]  # type: ignore[attr-defined]
+            raise
+
+    return called
 
 
 class RunStopped(KeyboardInterrupt):

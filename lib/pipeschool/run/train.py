@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
+from pipeschool.run.errors import plainly
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
 
@@ -49,12 +50,14 @@ class Place:
     batch: int = 0
 
 
+@plainly
 def train(
     schedule: str | Callable[..., Schedule],
     stages: Sequence[nn.Module],
     loader: Iterable[tuple[Any, Any]],
     *,
     m: int,
+    v: int | None = None,
     epochs: int = 1,
     every: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -64,12 +67,13 @@ def train(
     update_stages: bool = False,
     **options: Any,
 ) -> Training:
-    """Train `stages`, one worker each, on all batches of `loader`, `epochs` times.
+    """Train `stages` on all batches of `loader`, `epochs` times, one worker for each of them.
 
     schedule: a name such as ``pipedream``, or a function of p, m and batches that builds one.
     loader: gives (inputs, targets) each time it is gone through: a list or a DataLoader. The order
         of a shuffling one follows from `seed` and the number of the epoch.
     m: microbatches in one batch.
+    v: stages per worker, where there are several: their number is p * v.
     every: batches in a leg; after each the pipeline drains and a checkpoint is written. An epoch
         where not given.
     checkpoint: a file. Where it is there already, the training goes on from it.
@@ -88,9 +92,17 @@ def train(
     whole_number("epochs", epochs)
     if every is not None:
         whole_number("every", every)
-    p = len(stages)
-    make = schedule if callable(schedule) else lambda **sizes: build(schedule, **sizes)
+    chunks = whole_number("v", v or 1)
+    if len(stages) % chunks:
+        raise ValueError(f"{len(stages)} stages cannot be shared out by v={chunks} to each worker")
+    p = len(stages) // chunks
+    make = schedule if callable(schedule) else lambda **sizes: build(schedule, v=v, **sizes)
     first = with_weights(make(p=p, m=m, batches=1), weights)
+    if first.stages != len(stages):
+        raise ValueError(
+            f"{first.name} for p={p} has {first.stages} stages, but there are {len(stages)} "
+            f"modules: v= says how many of them a worker holds"
+        )
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
     training, place, state = _resume(file, identity, log)

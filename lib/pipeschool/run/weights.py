@@ -96,7 +96,7 @@ class StageWeights:
         keep = self.ledger.holds(old) and not self.ledger.policy.in_place
         for name, parameter in self.current.items():
             parameter.grad = self.gradients.get(name)
-            if keep and self.optimizer:  # the old values are still needed: step on a copy
+            if keep and parameter.requires_grad:  # the old values are still needed: step on a copy
                 move(parameter)
         if self.optimizer:
             if self.clip_norm is not None:
@@ -120,9 +120,9 @@ class StageWeights:
     @property
     def held(self) -> int:
         """How many copies of the weights are in memory: those that share none of it."""
-        if not self.current:
+        first = next((name for name, p in self.current.items() if p.requires_grad), None)
+        if first is None:
             return 1
-        first = next(iter(self.current))
         return len({local(version[first]).data_ptr() for version in self.versions.values()})
 
     def state(self, module: nn.Module) -> StageState:
