@@ -262,7 +262,7 @@ guess_slowest_layer = None  # number of a layer, from 0
 guess_times_slower = None
 
 # %%
-profile = ps.partition.profile_layers(layers, batch, m=8, loss=loss)
+profile = ps.partition.profile_layers(layers, batch, m=8, loss=loss, rounds=20)
 print("layer  numbers handed on   forward ms   spread   backward ms   spread")
 for number, layer in enumerate(profile.layers):
     width = [*widths[1:], 10][number]
@@ -397,7 +397,7 @@ for name, plan in plans.items():
 guess_factor = None
 
 # %%
-slow_motion = 0.09 / plans["equal"].bottleneck  # so that four workers fit on few cores
+slow_motion = 0.12 / plans["equal"].bottleneck  # so that four workers fit on few cores
 results, predictions = {}, {}
 for name in ("equal", "yours"):
     plan = plans[name]
