@@ -14,7 +14,7 @@ from pipeschool.grade.plain import Wrong, require, show
 # --- how many microbatches -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Line:
     """A pipeline to measure: ``Line(p, samples, a, b)(m)`` is its throughput in samples per second.
 
@@ -27,7 +27,7 @@ class Line:
     samples: int
     a: float
     b: float
-    asked: set[int] = field(default_factory=set, repr=False, compare=False)
+    asked: set[int] = field(default_factory=set, compare=False)
 
     def __call__(self, m: int) -> float:
         """Samples per second with `m` microbatches; ValueError where there is no such m."""
@@ -40,6 +40,11 @@ class Line:
     def throughput(self, m: int) -> float:
         """The same, without a probe."""
         return self.samples / ((m + self.p - 1) * (self.a + self.b * self.samples / m))
+
+    def __repr__(self) -> str:
+        """As a learner can paste it into a cell."""
+        numbers = f"p={self.p}, samples={self.samples}, a={self.a}, b={self.b}"
+        return f"grade.unit05_training.Line({numbers})"
 
     def __deepcopy__(self, memo: object) -> Line:
         """Itself, so that the probes are counted."""
