@@ -30,6 +30,7 @@ FLOORS = {
     "greedy": 3,
     "run": 3,
     "text": 3,
+    "mix": 4,
     "optimal": 4,
     "partition": 4,
     "draw": 4,

@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 _LATER = {  # modules that load when first used
-    "draw", "formats", "grade", "partition", "stability", "tune", "widgets",
+    "draw", "formats", "grade", "mix", "partition", "stability", "tune", "widgets",
 }  # fmt: skip
 
 

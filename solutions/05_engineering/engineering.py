@@ -705,7 +705,9 @@ print(
 
 # %%
 print(
-    ps.tune.tune_microbatches("1f1b", stages, small, loss=loss, pace=pace_of, repeats=1, noise=0.02, limit=6)
+    ps.tune.tune_microbatches(
+        "1f1b", stages, small, loss=loss, pace=pace_of, repeats=1, noise=0.02, limit=6
+    )
 )
 
 # %% [markdown]
@@ -1120,4 +1122,4 @@ grade.tally(verdicts, grade.unit05.CLAIMS)
 # 3. A wrong scale. Adam hides gradients that were not divided by m. Clipping compares their length with a fixed number.
 # </details>
 #
-# Next comes unit 06: which schedule, which mix of data, tensor and pipeline parallelism, or none at all?
+# Next comes [unit 06](../06_choosing/choosing.ipynb): which schedule, which mix of data, tensor and pipeline parallelism, or none at all?

@@ -13,7 +13,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool import grade
-from pipeschool.grade.guard import TimeUp, time_limit
+from pipeschool.grade.guard import TimeUp, own_frame, time_limit
 
 
 def failure(function, points=3, seed=None):
@@ -497,3 +497,14 @@ def test_self_check_says_how_to_mend(monkeypatch, capsys):
     assert "To mend it, close JupyterLab and run `make lab` again" in said
     assert "1 of these need" in said
     assert "ok      torch: " in said
+
+
+def test_the_line_at_fault_is_not_one_that_a_dataclass_has_written() -> None:
+    def makes(m: int) -> ps.Cost:
+        return ps.Cost(forward=-m)  # the learner's own last line
+
+    with pytest.raises(ValueError) as caught:
+        makes(1)
+    frame = own_frame(caught.value)
+    assert frame is not None
+    assert frame.name == "makes"

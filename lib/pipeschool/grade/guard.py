@@ -24,6 +24,7 @@ _NOT_THE_LEARNERS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<frozen",
+    "<string>",  # the __init__ that a dataclass has made
 )
 
 

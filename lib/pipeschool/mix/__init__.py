@@ -1,0 +1,28 @@
+"""Mixes of data, pipeline and tensor parallelism: what they cost, and which one to take."""
+
+from __future__ import annotations
+
+from pipeschool.mix.estimate import Estimate, compare, estimate, stage_cost, table
+from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes, gigabytes
+from pipeschool.mix.recommend import Reason, Recommendation, mixes, reasons, recommend
+
+__all__ = [
+    "GB",
+    "GIB",
+    "MIB",
+    "Estimate",
+    "Machine",
+    "Mix",
+    "Model",
+    "Reason",
+    "Recommendation",
+    "all_reduce_bytes",
+    "compare",
+    "estimate",
+    "gigabytes",
+    "mixes",
+    "reasons",
+    "recommend",
+    "stage_cost",
+    "table",
+]
