@@ -209,7 +209,7 @@ for m in (4, 8, 32, 128):
     print(f"{m:>3}{row[0]:>14g}{row[1]:>13g}{row[2]:>17g}{row[3]:>32g}")
 
 # %% [markdown]
-# Overlapped, all but the messages at the ends are hidden, however many there are. Without overlap, every one is paid. And where the link is the slowest station, no overlap helps: send fewer bytes. Cut the model where it is narrow, or use bfloat16.
+# Overlapped, all but the messages at the ends are hidden, however many there are. Without overlap, every worker pays for each of its own. And where the link is the slowest station, no overlap helps: send fewer bytes. Cut the model where it is narrow, or use bfloat16.
 #
 # So how does a worker overlap a *receive*? It asks early. On each link of `ps.run` a thread takes the next message off the wire while the worker computes. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
 #

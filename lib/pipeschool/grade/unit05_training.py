@@ -285,7 +285,13 @@ CLIP_FACTOR = Exercise(
         ),
         Part(
             title="where it is short enough",
-            cases=[([0.5], 1.0), ([3.0, 4.0], 5.0), ([3.0, 4.0], 50.0), ([0.0, 0.0], 1.0)],
+            cases=[
+                ([0.5], 1.0),
+                ([4.0], 2.0),  # too long, so that "always 1" is no answer
+                ([3.0, 4.0], 5.0),
+                ([3.0, 4.0], 50.0),
+                ([0.0, 0.0], 1.0),
+            ],
             draw=lambda rng, size: draw_norms(rng, size, longer=False),
             hint="clipping only ever makes a gradient shorter. And one of length 0 stays as it is",
         ),
