@@ -968,4 +968,4 @@ grade.tally(verdicts, grade.unit04.CLAIMS)
 # 3. No. It has one microbatch in flight, and its backward needs those activations anyway. Give it fewer layers, or make microbatches smaller.
 # </details>
 #
-# Next comes unit 05: why is my real pipeline slower than the drawing?
+# Next comes [unit 05](../05_engineering/engineering.ipynb): why is my real pipeline slower than the drawing?
