@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pipeschool as ps
 import pytest
@@ -88,6 +89,28 @@ def test_each_process_holds_half_of_what_is_cut():
     data = [tuple(t.float() for t in batch(4, width=8))]
     result = ps.run(ps.gpipe(2, 2), blocks(2), data, tensor_parallel=2, tensor_plan=PLAN)
     assert result.trace.parameter_bytes == [shared + (size - shared) / 2] * 2
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(4, "nccl"), (2, "gloo")])
+def test_every_process_of_a_worker_has_a_gpu_of_its_own_where_nccl_is_used(
+    monkeypatch, gpus, backend
+):
+    """NCCL refuses two processes on one GPU. No GPU is needed here: the jobs say who gets which."""
+    jobs = []
+
+    def look(job, schedule, timeout, parts):
+        jobs.extend(job(w, "", n) for w in range(schedule.p) for n in range(parts))
+        raise InterruptedError
+
+    module = importlib.import_module("pipeschool.run.launch")
+    monkeypatch.setattr(module, "on_this_machine", look)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    data = [tuple(t.float() for t in batch(4, width=8))]
+    with pytest.raises(InterruptedError):
+        ps.run(ps.gpipe(2, 2), blocks(2), data, tensor_parallel=2, tensor_plan=PLAN)
+    assert [job.device for job in jobs] == [f"cuda:{n % gpus}" for n in range(4)]
+    assert {job.backend for job in jobs} == {backend}
 
 
 class Cold(Block):

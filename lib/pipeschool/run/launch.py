@@ -116,21 +116,21 @@ def launch(
     ties = ties_of(stages) if schedule.trains else []
     given = ready_for_ties(check(schedule), ties, options)
     schedule = check(lower(given))
-    processes = schedule.p * options.tensor_parallel
+    processes = schedule.p * parts
     if processes > MOST_WORKERS and not torchrun.active():
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
     if state:
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
     inputs, targets, scales = cut(data, schedule)
-    backend, devices = choose_device(options.device, schedule.p)
+    backend, devices = choose_device(options.device, processes)
     if options.engine != "pipeschool":
         refuse(given, inputs, targets, options, backend, devices)
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
 
-    def job(worker: int, rendezvous: str = "") -> Job:
+    def job(worker: int, rendezvous: str = "", part: int = 0) -> Job:
         mine = schedule.stages_of(worker)
         return Job(
             schedule=schedule,
@@ -149,7 +149,7 @@ def launch(
             history=options.history,
             pace=paces,
             backend=backend,
-            device=devices[worker],
+            device=devices[worker * parts + part],
             ties=ties,
             parts=parts,
             plan=plan,
@@ -176,12 +176,12 @@ def launch(
 
 
 def on_this_machine(
-    job: Callable[[int, str], Job], schedule: Schedule, timeout: float, parts: int
+    job: Callable[[int, str, int], Job], schedule: Schedule, timeout: float, parts: int
 ) -> list[Report]:
     """Start the workers as processes of this machine, and watch over them."""
     with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        packed = [pack(job(w, rendezvous)) for w in range(schedule.p) for _ in range(parts)]
+        packed = [pack(job(w, rendezvous, n)) for w in range(schedule.p) for n in range(parts)]
         pool = Pool(len(packed))
         try:
             for control, parcel in zip(pool.controls, packed, strict=True):
@@ -289,19 +289,21 @@ def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
             raise ValueError(f"stage {index} must be a torch.nn.Module, not {type(stage).__name__}")
 
 
-def choose_device(device: str, p: int) -> tuple[str, list[str]]:
-    """(backend, device of each worker). NCCL needs a GPU per worker; fewer are shared over gloo."""
+def choose_device(device: str, processes: int) -> tuple[str, list[str]]:
+    """(backend, device of each process). NCCL needs a GPU for each; fewer are shared over gloo."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be one of auto, cpu, cuda, not {device!r}")
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda' needs a GPU that torch can use; there is none: use 'cpu'")
     if not gpus:
-        return "gloo", ["cpu"] * p
+        return "gloo", ["cpu"] * processes
     if torchrun.active() and gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        return "nccl", [f"cuda:{os.environ['LOCAL_RANK']}"] * p  # each machine counts its own
-    backend = "nccl" if gpus >= p and torch.distributed.is_nccl_available() else "gloo"
-    return backend, [f"cuda:{worker % gpus}" for worker in range(p)]
+        return "nccl", [
+            f"cuda:{os.environ['LOCAL_RANK']}"
+        ] * processes  # each machine counts its own
+    backend = "nccl" if gpus >= processes and torch.distributed.is_nccl_available() else "gloo"
+    return backend, [f"cuda:{number % gpus}" for number in range(processes)]
 
 
 def refuse_with_parts(options: Options) -> None:
