@@ -114,7 +114,8 @@ def launch(
     check_stages(schedule, stages)
     parts = options.tensor_parallel
     ties = ties_of(stages) if schedule.trains else []
-    given = ready_for_ties(check(schedule), ties, parts, options.engine)
+    clips = options.update.clip_norm is not None
+    given = ready_for_ties(check(schedule), ties, parts, options.engine, clips)
     schedule = check(lower(given))
     processes = schedule.p * options.tensor_parallel
     if processes > MOST_WORKERS and not torchrun.active():
@@ -129,6 +130,7 @@ def launch(
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
+    patience = options.timeout + longest + options.latency  # what is declared is no standstill
 
     def job(worker: int, rendezvous: str = "") -> Job:
         mine = schedule.stages_of(worker)
@@ -163,9 +165,9 @@ def launch(
     if parts > 1:
         refuse_with_parts(schedule, options, state)
     if torchrun.active():
-        reports = torchrun.take_part(job, schedule, options.timeout + longest)
+        reports = torchrun.take_part(job, schedule, patience)
     else:
-        reports = on_this_machine(job, schedule, options.timeout + longest, parts)
+        reports = on_this_machine(job, schedule, patience, parts)
     paced = paces is not None or link_of(options) is not None
     result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:

@@ -52,7 +52,8 @@ def measure(
 
     def microbatch(turn: int, split: bool, do: Do) -> None:
         k = turn % len(inputs)
-        values, target = inputs[k], targets[k]
+        # Copies: a stage may change its input in place.
+        values, target = tuple(x.clone() for x in inputs[k]), targets[k]
         _there_and_back(line, k, values, lambda y: loss(y, target), scales[k], split, do)
 
     threads = torch.get_num_threads()

@@ -27,7 +27,9 @@ def ties_of(stages: Sequence[nn.Module]) -> list[Tie]:
     return [tuple(found.items()) for found in holders.values() if len(found) > 1]
 
 
-def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], parts: int, engine: str) -> Schedule:
+def ready_for_ties(
+    schedule: Schedule, ties: Sequence[Tie], parts: int, engine: str, clips: bool = False
+) -> Schedule:
     """`schedule` with the updates of a batch after its last action, where workers meet for them: so
     nobody waits for a gradient that is still to come from the one who waits. ValueError where ties
     do not work."""
@@ -40,6 +42,7 @@ def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], parts: int, engine: 
         ("does not go with several workers per stage", bool(schedule.replicas)),
         ("does not go with tensor_parallel", parts > 1),
         ("does not go with engine='torch'", engine != "pipeschool"),
+        ("does not go with clip_norm, which each stage applies by its own norm", clips),
     ):
         if so:
             raise ValueError(

@@ -20,7 +20,7 @@ import itertools
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,7 @@ class Transport:
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
-        payload = self._on_wire([t.detach().contiguous() for t in tensors if t is not None])
+        payload = self._on_wire([plain(t) for t in tensors if t is not None])
         size = sum(t.numel() * t.element_size() for t in payload)
         packet = torch.zeros(PACKET, dtype=torch.int64, device=self.wire)
         header = write_header(message_of(send), tensors)
@@ -189,10 +189,23 @@ class Transport:
         )
         return message._replace(tensors=tensors)
 
-    def sum_over_replicas(self, stage: int, gradients: dict[str, Tensor]) -> None:
-        """Add to `gradients` those of the other workers that take turns at `stage`, if any do."""
+    def sum_over_replicas(
+        self, stage: int, gradients: dict[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Add to `gradients` those of the other workers that take turns at `stage`, if any do.
+
+        A worker whose microbatches did not use a parameter has no gradient for it, while others
+        may; so they first agree on what to sum.
+        """
         group = self.replicas.get(stage)
-        for name in sorted(gradients) if group else ():
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        if not group or not names:
+            return
+        users = torch.tensor([int(name in gradients) for name in names], device=self.wire)
+        guarded(dist.all_reduce, users, dist.ReduceOp.SUM, group)
+        for name in itertools.compress(names, users.tolist()):
+            if name not in gradients:
+                gradients[name] = torch.zeros_like(parameters[name])
             guarded(dist.all_reduce, local(gradients[name]), dist.ReduceOp.SUM, group)
 
     def meet_for(self, ties: Sequence[Tie]) -> None:
@@ -279,6 +292,11 @@ class Transport:
         kind = MESSAGE_KINDS.index(receive.kind)
         number = (receive.stage * self.schedule.microbatches + receive.microbatch) * 4 + kind
         return number * HEADER + part
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """`tensor` as memory holds it: torch conjugates and negates lazily, with a mark on a view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 class Shape(NamedTuple):

@@ -131,7 +131,8 @@ class Watch:
     def _stalled(self) -> RunError:
         open_ = [w for w in range(len(self.rows)) if w not in self.reports]
         stuck = [w for w in open_ if not self._waits(w)] or open_
-        worker = stuck[0]
+        # At an update a worker may wait, too: for others that have the same weights.
+        worker = next((w for w in stuck if not self._updates(w)), stuck[0])
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         message = (
@@ -150,6 +151,10 @@ class Watch:
         if self.pool.board[worker] >= len(self.rows[worker]):
             return "its end"
         return str(self._at(worker) or "its start")
+
+    def _updates(self, worker: int) -> bool:
+        at = self._at(worker)
+        return at is not None and at.kind == "U"
 
     def _waits(self, worker: int, peer: int | None = None) -> bool:
         """Is `worker` in a receive (from `peer`, where that is given)?"""

@@ -150,7 +150,7 @@ class Worker:
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
-        self.transport.sum_over_replicas(action.stage, weights.gradients)
+        self.transport.sum_over_replicas(action.stage, weights.gradients, weights.current)
         self.sum_ties(action)
         version = weights.update(action)
         if self.job.history:
