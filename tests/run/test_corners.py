@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from pipeschool.run import reference
 from test_run import batch, linear_stages, sgd
+from test_tensor_parallel import PLAN, Block
 from torch import Tensor, nn
 
 
@@ -181,3 +184,48 @@ def test_a_process_that_a_stage_has_started_does_not_hold_up_the_end_of_a_run(ca
     sleeper = psutil.Process(int(said.removeprefix("[worker 0] ")))
     assert sleeper.is_running()  # and yet we are here
     sleeper.kill()
+
+
+class HalfKilled(Block):
+    """One of the two processes that share it dies; the other is in the middle of a collective."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.distributed.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def test_a_part_that_is_killed_is_named_not_the_part_that_lost_it():
+    x, y = (t.float() for t in batch(4, width=8))
+    with pytest.raises(ps.RunError, match="worker 1 was killed by SIGKILL at 1F0 "):
+        ps.run(
+            ps.gpipe(2, 2), [Block(), HalfKilled()], [(x, y)], tensor_parallel=2, tensor_plan=PLAN
+        )
+
+
+@pytest.mark.parametrize("stages", [None, 3, (stage for stage in linear_stages(2)), nn.Tanh()])
+def test_stages_that_are_no_list_are_refused_in_one_sentence(stages):
+    with pytest.raises(ValueError, match="^stages must be a list of modules, one per stage, not "):
+        ps.run(ps.gpipe(2, 2), stages, [batch(4)])
+
+
+@pytest.mark.parametrize("batches", [None, 3])
+def test_batches_that_cannot_be_gone_through_are_refused_in_one_sentence(batches):
+    with pytest.raises(ValueError, match="^batches must be a list, or any other iterable, of "):
+        ps.run(ps.gpipe(2, 2), linear_stages(2), batches)
+
+
+@pytest.mark.parametrize(
+    ("stages", "data", "said"),
+    [
+        ([], batch(4), "stages must be a list of one or more modules"),
+        (nn.Tanh(), batch(4), "stages must be a list of one or more modules"),
+        (["tanh"], batch(4), "stages must be a list of one or more modules"),
+        ([nn.Tanh()], batch(4)[0], "batch must be one .inputs, targets. pair, not Tensor"),
+        ([nn.Tanh()], (*batch(4), 1), "batch must be one .inputs, targets. pair, not tuple"),
+        ([nn.Tanh()], (batch(4)[0], None), "a batch without targets"),
+    ],
+)
+def test_profile_refuses_what_is_no_model_and_no_batch(stages, data, said):
+    with pytest.raises(ValueError, match=said):
+        ps.profile(stages, data, 2)

@@ -258,6 +258,11 @@ def fit_batches(
     schedule: Schedule, batches: Iterable[tuple[Any, Any]]
 ) -> tuple[Schedule, list[tuple[Any, Any]]]:
     """The batches as a list, and the schedule for as many; a synchronous one repeats its batch."""
+    if not isinstance(batches, Iterable):
+        raise ValueError(
+            "batches must be a list, or any other iterable, of (inputs, targets) pairs, "
+            f"not {type(batches).__name__}"
+        )
     wanted = schedule.batches
     repeats = schedule.synchronous and wanted == 1 and not schedule.lowered
     data = list(batches if repeats else itertools.islice(batches, wanted + 1))
@@ -279,8 +284,10 @@ def fit_batches(
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     """One module per stage, each a module."""
-    if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
-        raise ValueError("stages must be a list of modules, one per stage")
+    if not isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)):
+        raise ValueError(
+            f"stages must be a list of modules, one per stage, not {type(stages).__name__}"
+        )
     if len(stages) != schedule.stages:
         raise ValueError(
             f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "
