@@ -13,7 +13,15 @@ from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part, same
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, described, mistyped, require, show
-from pipeschool.grade.unit01 import SHAPES, SMALL, draw_shape, draw_small, listed, schedule_of
+from pipeschool.grade.unit01 import (
+    SHAPES,
+    SMALL,
+    draw_shape,
+    draw_small,
+    listed,
+    refuse_foreign,
+    schedule_of,
+)
 from pipeschool.grade.unit07_reading import PRIORITY, READ_FIGURE, ZERO_BUBBLE_RATE
 from pipeschool.schedules import interleaved_1f1b, zb_h1
 from pipeschool.simulate import simulate
@@ -65,13 +73,8 @@ def judge_interleaved(answer: Answer, p: int, m: int, v: int, what: str) -> None
     cases = [f"{name}(worker={worker}, p={p}, m={m}, v={v})" for worker in range(p)]
     for worker, row in enumerate(rows):
         own = list(range(worker, v * p, p))
-        for action in row:
-            require(
-                action.stage in own,
-                f"actions of the stages {show(own)}, which are those of worker {worker}",
-                f"{action} in {show(row)}",
-                cases[worker],
-            )
+        expected = f"actions of the stages {show(own)}, which are those of worker {worker}"
+        refuse_foreign(row, own, expected, cases[worker])
         if what != "everything":
             kind = "F" if what == "forwards" else "B"
             right = [a for a in interleaved_order(worker, p, m, v) if a.kind == kind]
@@ -223,6 +226,8 @@ def tensor(value: object) -> Numbers:
         found = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         raise mistyped("a tensor", described(value)) from None
+    if found.numel() > plain.MOST_ITEMS:
+        raise Wrong("a tensor of a few numbers", f"one of {found.numel()} numbers")
     return Numbers((list(found.shape), found.flatten().tolist(), found.tolist()))
 
 
