@@ -45,12 +45,16 @@ def require(right: bool, expected: str, got: str, case: str = "") -> None:
 
 
 def show(value: object, limit: int = 160) -> str:
-    """A short text for a value that may be anything; actions as they stand in a chart."""
-    text = _text(value)
+    """A short text for a value that may be anything; actions as they stand in a chart. Judges ask
+    for it at every step, so it does not look at more of a long list than it shows."""
+    text = _text(value, limit)
     return text if len(text) <= limit else text[: limit - 4] + " ..."
 
 
-def _text(value: object) -> str:
+def _text(value: object, limit: int) -> str:
+    """The text, or as much of it as `limit` needs, and then some."""
+    if limit <= 0:
+        return "..."  # also where a list holds itself
     if isinstance(value, Action) and len(value) == 3:
         return str(value)
     if isinstance(value, Trace):
@@ -58,13 +62,25 @@ def _text(value: object) -> str:
     if type(value) is float:
         return f"{value:.6g}"
     if type(value) is list:
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{_joined((_text(item, limit - 1) for item in value), limit)}]"
     if type(value) is dict:
-        return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
+        pairs = (f"{_text(k, limit - 1)}: {_text(v, limit - 1)}" for k, v in value.items())
+        return f"{{{_joined(pairs, limit)}}}"
     try:
         return repr(value)
     except Exception:
         return f"an object of type {type(value).__name__}"
+
+
+def _joined(texts: Iterable[str], limit: int) -> str:
+    parts: list[str] = []
+    length = 0
+    for text in texts:
+        parts.append(text)
+        length += len(text) + 2
+        if length > limit + 2:
+            break
+    return ", ".join(parts)
 
 
 def code(value: object) -> str:

@@ -113,17 +113,24 @@ def draw_small(rng: Random, size: int) -> Case:
     return p, rng.randint(1, p - 1)
 
 
+def stage_of(worker: int) -> str:
+    """What a row must keep to where each worker holds one stage."""
+    return f"actions of stage {worker} only, which is the one that worker {worker} holds"
+
+
+def refuse_foreign(row: list[Action], stages: list[int], expected: str, case: str = "") -> None:
+    """`Wrong` where an action of `row` is not of `stages`."""
+    for action in row:
+        if action.stage not in stages:  # only then is a text made: a row may be very long
+            raise Wrong(expected, f"{action} in {show(row)}", case)
+
+
 def schedule_of(answer: Answer, p: int, m: int) -> Schedule:
     """The schedule that the learner's order gives; `Wrong` where a worker's row cannot be right."""
     rows = []
     for worker in range(p):
         row = answer(worker, p, m)
-        for action in row:
-            require(
-                action.stage == worker,
-                f"actions of stage {worker} only, which is the one that worker {worker} holds",
-                f"{action} in {show(row)}",
-            )
+        refuse_foreign(row, [worker], stage_of(worker))
         within(row, m)
         rows.append(row)
     try:

@@ -13,7 +13,13 @@ from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, described, require, show
-from pipeschool.grade.unit01 import draw_times, random_order, within
+from pipeschool.grade.unit01 import (
+    draw_times,
+    random_order,
+    refuse_foreign,
+    stage_of,
+    within,
+)
 from pipeschool.schedules import gpipe, naive, pipedream
 from pipeschool.simulate import simulate
 from pipeschool.trace import Trace
@@ -170,12 +176,7 @@ def judge_async(answer: Answer, p: int, n: int, updates: bool) -> None:
 def _row(answer: Answer, worker: int, p: int, n: int, updates: bool) -> list[Action]:
     """One worker's actions, all on its own stage; without updates where these do not matter."""
     row: list[Action] = answer(worker, p, n)
-    for action in row:
-        require(
-            action.stage == worker,
-            f"actions of stage {worker} only, which is the one that worker {worker} holds",
-            f"{action} in {show(row)}",
-        )
+    refuse_foreign(row, [worker], stage_of(worker))
     within(row, n)
     if not updates:
         return [action for action in row if action.kind != "U"]

@@ -70,14 +70,16 @@ def judge_waiting_circle(answer: Answer, rows: Rows) -> None:
     reason = ", ".join(f"worker {w} is stuck at {at[w]}" for w in right)
     expected = f"{right}: {reason}"
     require(bool(got), expected, "[]", case)
-    require(len(set(got)) == len(got), expected, f"{got}, with a worker listed twice", case)
+    require(len(set(got)) == len(got), expected, f"{show(got)}, with a worker listed twice", case)
     for worker, following in zip(got, [*got[1:], got[0]], strict=True):
-        require(worker in at, expected, f"{got}, but worker {worker} is not stuck", case)
+        require(
+            worker in at, expected, f"{show(got)}, but worker {show(worker)} is not stuck", case
+        )
         waits_for = sender_of(at[worker]).stage
         require(
             waits_for == following,
             expected,
-            f"{got}, but worker {worker} waits at {at[worker]} for worker {waits_for}",
+            f"{show(got)}, but worker {worker} waits at {at[worker]} for worker {waits_for}",
             case,
         )
 

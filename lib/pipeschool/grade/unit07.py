@@ -19,6 +19,7 @@ from pipeschool.grade.unit01 import (
     draw_shape,
     draw_small,
     listed,
+    refuse_foreign,
     schedule_of,
     within,
 )
@@ -73,13 +74,8 @@ def judge_interleaved(answer: Answer, p: int, m: int, v: int, what: str) -> None
     cases = [f"{name}(worker={worker}, p={p}, m={m}, v={v})" for worker in range(p)]
     for worker, row in enumerate(rows):
         own = list(range(worker, v * p, p))
-        for action in row:
-            require(
-                action.stage in own,
-                f"actions of the stages {show(own)}, which are those of worker {worker}",
-                f"{action} in {show(row)}",
-                cases[worker],
-            )
+        expected = f"actions of the stages {show(own)}, which are those of worker {worker}"
+        refuse_foreign(row, own, expected, cases[worker])
         within(row, m, cases[worker])
         if what != "everything":
             kind = "F" if what == "forwards" else "B"
@@ -232,6 +228,8 @@ def tensor(value: object) -> Numbers:
         found = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         raise mistyped("a tensor", described(value)) from None
+    if found.numel() > plain.MOST_ITEMS:
+        raise Wrong("a tensor of a few numbers", f"one of {found.numel()} numbers")
     return Numbers((list(found.shape), found.flatten().tolist(), found.tolist()))
 
 

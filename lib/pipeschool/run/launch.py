@@ -129,6 +129,7 @@ def launch(
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
+    patience = options.timeout + longest + options.latency  # what is declared is no standstill
 
     def job(worker: int, rendezvous: str = "", part: int = 0) -> Job:
         mine = schedule.stages_of(worker)
@@ -163,9 +164,9 @@ def launch(
     if parts > 1:
         refuse_with_parts(options)
     if torchrun.active():
-        reports = torchrun.take_part(job, schedule, options.timeout + longest)
+        reports = torchrun.take_part(job, schedule, patience)
     else:
-        reports = on_this_machine(job, schedule, options.timeout + longest, parts)
+        reports = on_this_machine(job, schedule, patience, parts)
     paced = paces is not None or link_of(options) is not None
     result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:
@@ -256,6 +257,11 @@ def fit_batches(
     schedule: Schedule, batches: Iterable[tuple[Any, Any]]
 ) -> tuple[Schedule, list[tuple[Any, Any]]]:
     """The batches as a list, and the schedule for as many; a synchronous one repeats its batch."""
+    if not isinstance(batches, Iterable):
+        raise ValueError(
+            "batches must be a list, or any other iterable, of (inputs, targets) pairs, "
+            f"not {type(batches).__name__}"
+        )
     wanted = schedule.batches
     repeats = schedule.synchronous and wanted == 1 and not schedule.lowered
     data = list(batches if repeats else itertools.islice(batches, wanted + 1))
@@ -277,8 +283,10 @@ def fit_batches(
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:
     """One module per stage, each a module."""
-    if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
-        raise ValueError("stages must be a list of modules, one per stage")
+    if not isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)):
+        raise ValueError(
+            f"stages must be a list of modules, one per stage, not {type(stages).__name__}"
+        )
     if len(stages) != schedule.stages:
         raise ValueError(
             f"{schedule.name} has {schedule.stages} stages, so it needs as many modules, "

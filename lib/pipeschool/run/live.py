@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,14 +31,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        leaves = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        given = {address(part) for t in leaves for part in parts(t)}
         self.note((t for t in tree_leaves(result) if isinstance(t, Tensor)), given)
         return result
 
     def note(self, tensors: Iterable[Tensor], given: Iterable[int] = ()) -> None:
         """Count these tensors, as far as they are new, and not views of those `given`."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        for part in itertools.chain.from_iterable(map(parts, tensors)):
+            storage = part.untyped_storage()
             place = storage._cdata
             if place in self.known or place in given:
                 continue
@@ -105,7 +107,14 @@ class Meter:
 
 def size_of(values: Iterable[Any]) -> int:
     """Bytes of the tensors among `values`."""
-    return sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))
+    dense = (part for t in values if isinstance(t, Tensor) for part in parts(t))
+    return sum(t.numel() * t.element_size() for t in dense)
+
+
+def parts(tensor: Tensor) -> Sequence[Tensor]:
+    """What memory holds of `tensor`: itself; of a sparse one, as an embedding's gradient may be,
+    the indices and the values."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def address(tensor: Tensor) -> int:

@@ -47,12 +47,18 @@ def measure(
     recompute: bool | Sequence[bool] = False,
 ) -> Measured:
     """See `pipeschool.run.profile`. `recompute` is for the `Cost`, which knows what follows."""
-    inputs, targets, scales = cut([batch], Schedule("", 1, m, ()))
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"batch must be one (inputs, targets) pair, not {type(batch).__name__}")
+    listed = isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)) and len(stages) > 0
+    if not listed or not all(isinstance(stage, nn.Module) for stage in stages):
+        raise ValueError("stages must be a list of one or more modules")
+    inputs, targets, scales = cut([batch], Schedule("profile", 1, m, ()))
     line = [_stage(index, module, optimizer) for index, module in enumerate(stages)]
 
     def microbatch(turn: int, split: bool, do: Do) -> None:
         k = turn % len(inputs)
-        values, target = inputs[k], targets[k]
+        # Copies: a stage may change its input in place.
+        values, target = tuple(x.clone() for x in inputs[k]), targets[k]
         _there_and_back(line, k, values, lambda y: loss(y, target), scales[k], split, do)
 
     threads = torch.get_num_threads()

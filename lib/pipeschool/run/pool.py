@@ -20,6 +20,7 @@ from typing import IO, Any
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
 ONE_AT_A_TIME = threading.Lock()
+READS = 3  # that empty a pipe into which nobody writes any more
 if FORKSERVER:
     from multiprocessing import forkserver
 
@@ -89,8 +90,12 @@ class Pool:
         for process in self.processes:
             process.join()
         for source in list(self.outputs):
-            while source in self.outputs:
-                self.show_output(source)
+            for _ in range(READS):
+                if source in self.outputs and source.poll():
+                    self.show_output(source)
+            if source in self.outputs:  # a process that the worker started still holds its end
+                self.outputs.pop(source).feed(b"")
+                source.close()
         for control in self.controls:
             control.close()
         for process in self.processes:

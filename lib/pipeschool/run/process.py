@@ -96,4 +96,6 @@ def failure(action: Action | None, error: BaseException) -> Failure:
     )
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     text = f"{type(error).__name__}: {error}{notes}"
-    return Failure(action, text, frames, secondary=isinstance(error, PeerLost))
+    # Collectives inside a stage, as in tensor parallelism, lose their peers in gloo's own words.
+    secondary = isinstance(error, PeerLost) or "gloo/transport" in text
+    return Failure(action, text, frames, secondary)

@@ -64,8 +64,15 @@ class Stage:
         flight = self.in_flight[microbatch] = Flight(leaves)
         if self.recompute:
             flight.again = self._repeatable(compute)
+            before = [leaf._version for leaf in leaves]
             with torch.no_grad():
-                return compute()
+                outputs = compute()
+            if before != [leaf._version for leaf in leaves]:
+                raise ValueError(
+                    f"stage {self.index} changes its input in place, so it cannot be computed "
+                    "again from it: use the operation that gives a new tensor, or recompute=False"
+                )
+            return outputs
         flight.outputs = compute()
         return flight.outputs
 
@@ -106,17 +113,18 @@ class Stage:
 
     def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
         """`compute` once more later, with the same random numbers (a dropout must not change),
-        and on copies of the buffers (a running mean must not count a microbatch twice)."""
+        and on copies of the buffers as they are now (what depends on them must not change, and a
+        running mean must not count a microbatch twice)."""
         devices = sorted({p.device.index for p in self.module.parameters() if p.is_cuda})
         host = torch.get_rng_state()
         device_states = [torch.cuda.get_rng_state(device) for device in devices]
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
 
         def again() -> tuple[Tensor, ...]:
             with torch.random.fork_rng(devices=devices):
                 torch.set_rng_state(host)
                 for device, state in zip(devices, device_states, strict=True):
                     torch.cuda.set_rng_state(state, device)
-                buffers = {name: b.clone() for name, b in self.module.named_buffers()}
                 outputs: tuple[Tensor, ...] = compute(**buffers)
                 return outputs
 

@@ -116,7 +116,7 @@ class Transport:
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
-        payload = self._on_wire([t.detach().contiguous() for t in tensors if t is not None])
+        payload = self._on_wire([plain(t) for t in tensors if t is not None])
         size = sum(t.numel() * t.element_size() for t in payload)
         packet = torch.zeros(PACKET, dtype=torch.int64, device=self.wire)
         header = write_header(message_of(send), tensors)
@@ -293,6 +293,11 @@ class Transport:
         kind = MESSAGE_KINDS.index(receive.kind)
         number = (receive.stage * self.schedule.microbatches + receive.microbatch) * 4 + kind
         return number * HEADER + part
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """`tensor` as memory holds it: torch conjugates and negates lazily, with a mark on a view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 class Shape(NamedTuple):
