@@ -281,3 +281,11 @@ def test_what_it_does_not_ship_is_refused_in_one_sentence() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             shipped(*asked)
         assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_forwards_alone_is_inference() -> None:
+    schedule = ps.forward_only(3, 4)
+    read = from_csv(to_csv(schedule))
+    assert read.workers == schedule.workers
+    assert not read.trains
+    ps.check(read)

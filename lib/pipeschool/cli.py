@@ -26,6 +26,7 @@ from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
 from pipeschool.versions import with_weights
 
+MOST = 1_000_000  # microbatches on all stages together: seconds of work
 METRICS = (  # name in JSON, name for people, what it is counted in
     ("makespan", "makespan", ""),
     ("bubble_of_total", "bubble of total", "idle / (p * makespan)"),
@@ -213,6 +214,8 @@ def _lab(args: argparse.Namespace) -> None:
 
 def _schedule(args: argparse.Namespace) -> ps.Schedule:
     """The schedule that the words on the command line ask for."""
+    if args.p * args.m * args.batches * (args.v or 1) > MOST:
+        raise ValueError(f"p * m * batches * v may be at most {MOST:,}")
     schedule = ps.build(args.name, args.p, args.m, args.batches, args.v)
     return with_weights(schedule, args.weights)
 

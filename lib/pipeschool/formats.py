@@ -48,7 +48,8 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(
     text: str, p: int | None = None, m: int | None = None, name: str = "from CSV"
 ) -> Schedule:
-    """The schedule in PyTorch's CSV `text`, with the flush and its updates at the end of each row.
+    """The schedule in PyTorch's CSV `text`, with the flush and its updates at the end of each row;
+    one of forwards alone is taken for inference.
 
     p, m: workers and microbatches; where they are not given, the number of rows and of
         microbatches in the file. Cells may be empty (idle), and sharding cells are left out. A cell
@@ -74,7 +75,9 @@ def from_csv(
     whole_number("m", m)
     workers = tuple(tuple(with_updates(list(chain(*row)), every=m)) for row in rows)
     pairs = frozenset((cell[0], cell[1]) for row in rows for cell in row if len(cell) == 2)
-    return Schedule(name, len(rows), m, workers, overlapped=pairs)
+    trains = any(action.kind in ("B", "I", "W") for row in workers for action in row)
+    weights = "flush" if trains else "frozen"
+    return Schedule(name, len(rows), m, workers, weights=weights, overlapped=pairs)
 
 
 def _cells(row: Sequence[Action], overlapped: Container[object]) -> Iterator[str]:

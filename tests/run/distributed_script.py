@@ -1,6 +1,7 @@
 """Started by torchrun in the tests: train a small model, and write what came out to a file.
 
-Arguments: output folder, checkpoint (or -), batches in an epoch, fault (kind:stage:call, or -).
+Arguments: output folder, checkpoint (or -), batches in an epoch, and a fault: kind:stage:call, or
+seed, or -.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-torch.manual_seed(0)
+torch.manual_seed(RANK if FAULT == "seed" else 0)
 stages = [
     nn.Sequential(Faulty(s), nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()).double() for s in range(4)
 ]

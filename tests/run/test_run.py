@@ -353,3 +353,10 @@ def test_a_declared_link_holds_every_message_back():
     for span in trace.spans:
         if span.action.kind in "FB":
             assert span.start >= expected[span.action] - 1e-4
+
+
+def test_a_stage_that_changes_its_input_in_place_is_told_so():
+    stages = linear_stages(2)
+    stages[1] = nn.Sequential(nn.ReLU(inplace=True), stages[1])
+    with pytest.raises(ps.RunError, match="a stage must not change its input in place"):
+        ps.run(LEGAL, stages, [batch(4)])

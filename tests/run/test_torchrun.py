@@ -198,6 +198,12 @@ def test_a_worker_lost_where_all_sum_gradients_is_named(tmp_path):
     )
 
 
+def test_processes_that_make_different_models_are_told_so(tmp_path):
+    for output in two_launchers(tmp_path, "seed"):
+        assert "the models of the machines differ" in output
+        assert "set the same seed" in output
+
+
 def namespaces() -> str:
     """Why two network namespaces cannot be had; empty where they can."""
     if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid() != 0:

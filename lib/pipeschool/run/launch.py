@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.check import check
@@ -164,7 +165,8 @@ def launch(
     if parts > 1:
         refuse_with_parts(options)
     if torchrun.active():
-        reports = torchrun.take_part(job, schedule, patience)
+        same = {"backends": backend, "models": sums(stages), "data": sums([inputs, targets])}
+        reports = torchrun.take_part(job, schedule, patience, same)
     else:
         reports = on_this_machine(job, schedule, patience, parts)
     paced = paces is not None or link_of(options) is not None
@@ -190,6 +192,15 @@ def on_this_machine(
             return Watch(pool, schedule, timeout, parts).results()
         finally:
             pool.end()
+
+
+def sums(values: Sequence[Any]) -> list[float]:
+    """A fingerprint: the sum of all numbers in each of `values`, a module or nested tensors."""
+    nested = [list(v.parameters()) if isinstance(v, nn.Module) else v for v in values]
+    return [
+        sum(float(t.detach().abs().double().sum()) for t in tree_leaves(v) if torch.is_tensor(t))
+        for v in nested
+    ]
 
 
 def load(stages: Sequence[nn.Module], state: State) -> None:
@@ -248,7 +259,7 @@ def put_together(
 
 def merged(parts: Iterable[dict[int, Item]]) -> list[Item]:
     """What all workers reported by stage or by microbatch, in order. Workers that take turns at a
-    stage report the same."""
+    stage report the same weights; of buffers, such as a running mean, the last one's are kept."""
     whole = {key: item for part in parts for key, item in part.items()}
     return [whole[key] for key in sorted(whole)]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import _thread
 import copy
 import json
+import math
 import os
 import signal
 import socket
@@ -58,10 +59,13 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def take_part(jobs: Callable[[int], Job], schedule: Schedule, timeout: float) -> list[Report]:
+def take_part(
+    jobs: Callable[[int], Job], schedule: Schedule, timeout: float, same: dict[str, Any]
+) -> list[Report]:
     """Do this process's row of `schedule`; the reports of all workers. RunError where one fails.
 
-    `jobs` gives the job of a worker. `timeout`: seconds without progress that end the run.
+    `jobs` gives the job of a worker. `timeout`: seconds without progress that end the run. `same`:
+    by name, what must be the same in all processes.
     """
     world = int(os.environ["WORLD_SIZE"])
     if world != schedule.p:
@@ -77,6 +81,8 @@ def take_part(jobs: Callable[[int], Job], schedule: Schedule, timeout: float) ->
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
+        for what, mine in same.items():
+            refuse_difference(what, mine)
         with torch.random.fork_rng():
             answer = work(rank(), job, torch.device(job.device), lookout.board)
         reports: list[Any] = [answer] * world
@@ -130,6 +136,9 @@ def interface_towards(address: str) -> str | None:
             mine = probe.getsockname()[0]
     except OSError:
         return None
+    several = int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
+    if several and mine.startswith("127.") and not address.startswith("127."):
+        return None  # the name of this machine leads home, and nowhere else
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, here in interfaces if mine in [a.address for a in here]), None)
 
@@ -139,9 +148,21 @@ def refuse_difference(what: str, mine: Any) -> None:
     join()
     everybody: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
     dist.all_gather_object(everybody, mine)
-    if any(other != everybody[0] for other in everybody):
+    if not all(alike(other, everybody[0]) for other in everybody):
         places = ", ".join(f"worker {w}: {other}" for w, other in enumerate(everybody))
-        raise ValueError(f"the {what} of the machines differ: {places}. Give all the same")
+        raise ValueError(
+            f"the {what} of the machines differ: {places}. Give all the same: for random ones, set "
+            "the same seed"
+        )
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal; numbers but for what different processors make of the same sum."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or a != a != b != b
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
 
 
 class Lookout:

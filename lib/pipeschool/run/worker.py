@@ -102,6 +102,8 @@ class Worker:
             outputs: Tensors = stage.forward(k, version, inputs, self.loss(k) if last else None)
         except Exception as error:
             error.add_note(f"the input was {describe(inputs)}")
+            if "leaf Variable" in str(error):
+                error.add_note("a stage must not change its input in place: leave inplace=True out")
             raise
         if last:
             (loss,) = outputs
