@@ -158,7 +158,8 @@ def test_an_optimizer_that_raises_is_named_at_the_update():
 
 
 SLEEPER = """
-import sys, time, torch, pipeschool as ps
+import signal, sys, time, torch, pipeschool as ps
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
 class Sleepy(torch.nn.Linear):
     def forward(self, x):
         print("asleep", flush=True)
