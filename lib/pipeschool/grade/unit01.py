@@ -145,12 +145,8 @@ def schedule_of(answer: Answer, p: int, m: int) -> Schedule:
 def within(row: list[Action], m: int, case: str = "") -> None:
     """`Wrong` where a row has a microbatch that does not exist; the number of a U is none."""
     for action in row:
-        require(
-            action.kind == "U" or 0 <= action.microbatch < m,
-            f"microbatches from 0 to {m - 1}",
-            f"{action} in {show(row)}",
-            case,
-        )
+        if action.kind != "U" and not 0 <= action.microbatch < m:
+            raise Wrong(f"microbatches from 0 to {m - 1}", f"{action} in {show(row)}", case)
 
 
 def listed(schedule: Schedule, worker: int) -> list[Action]:
