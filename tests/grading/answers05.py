@@ -402,7 +402,7 @@ def turn_by_going_round(replicas, stage, microbatch):
 
 @right("worker_of")
 def turn_in_the_schedule(replicas, stage, microbatch):
-    schedule = ps.round_robin(replicas, m=microbatch + 1)
+    schedule = ps.round_robin(replicas, m=math.lcm(*replicas), batches=microbatch + 1)
     (worker,) = (w for w, row in enumerate(schedule.workers) if ps.F(stage, microbatch) in row)
     return worker
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import accumulate
 from math import ceil
@@ -279,8 +280,7 @@ BEST_CUTS = Exercise(
 
 def worker_of(replicas: list[int], stage: int, microbatch: int) -> int:
     """As the library's schedule has it."""
-    workers = round_robin(replicas, microbatch + 1).owners[stage]
-    return workers[microbatch % len(workers)]
+    return round_robin(replicas, math.lcm(*replicas)).owner(stage, microbatch)
 
 
 def draw_turn(rng: Random, size: int, most: int) -> Case:
