@@ -47,6 +47,7 @@ from pipeschool.run.worker import work
 
 GRACE = 1.0  # seconds between the loss of a connection and the verdict
 TICK = 0.2  # seconds between two looks at the others
+TOLD: list[RunError] = []  # what this process has printed
 
 
 def active() -> bool:
@@ -180,11 +181,13 @@ class Lookout:
         self.cpu = time.process_time()
         self.over = threading.Event()
         self.before = signal.signal(signal.SIGTERM, self._ended)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
         """The run is over, one way or the other."""
         self.over.set()
+        self.thread.join(2 * GRACE)  # a process that ends while it asks the store is aborted
         signal.signal(signal.SIGTERM, self.before)
 
     def failed(self, own: Failure) -> RunError:
@@ -200,16 +203,20 @@ class Lookout:
             self.store.set(f"lost/{self.rank}", str(self._peer(own.action)))
             self.store.set("trouble", "a lost connection")
             return self._conclude(own)
-        except RuntimeError:  # the store is gone, and with it the launcher of the first machine
-            at = f" at {own.action.describe()}" if own.action else ""
-            error = RunError(
-                f"worker {self.rank} lost a connection{at}, and the launcher on the first machine "
-                "has gone as well: what it printed says why",
-                self.rank,
-                own.action,
-            )
-            error.printed_elsewhere = os.environ["LOCAL_RANK"] != "0"
-            return error
+        except RuntimeError:
+            return self._store_gone(own.action)
+
+    def _store_gone(self, action: Action | None) -> RunError:
+        """The store lives in the launcher of the first machine: nobody can say more than this."""
+        at = f" at {action.describe()}" if action else ""
+        error = RunError(
+            f"worker {self.rank} lost its connections{at}, and the launcher on the first machine "
+            "has gone as well: what it printed says why",
+            self.rank,
+            action,
+        )
+        error.printed_elsewhere = os.environ["LOCAL_RANK"] != "0"
+        return error
 
     def _conclude(self, own: Failure) -> RunError:
         """There is trouble: somebody names a cause, or somebody has fallen silent."""
@@ -282,8 +289,8 @@ class Lookout:
                     return self._wake_main(self._conclude(nothing))
                 if still > self.timeout and (error := self._stalled()):
                     return self._wake_main(error)
-            except RuntimeError:  # the store is gone; the loss of a connection will say so
-                return
+            except RuntimeError:
+                return self._wake_main(self._store_gone(None))
 
     def _wake_main(self, verdict: RunError) -> None:
         """Let the worker raise `verdict`, whatever it is waiting for."""
@@ -325,16 +332,18 @@ class Lookout:
         try:
             self.store.set(f"ended/{self.rank}", "by its launcher")
             self.store.set("trouble", "an end")
-            verdict = self._conclude(Failure(None, "", (), secondary=True))
-            tell(verdict)
-            time.sleep(GRACE)  # the launcher, whose store all need, lives until this process ends
+            tell(self._conclude(Failure(None, "", (), secondary=True)))
+            time.sleep(3 * GRACE)  # the launcher, whose store all need, lives until this one ends
+        except RuntimeError:
+            tell(self._store_gone(None))
         finally:
             os._exit(1)
 
 
 def tell(error: RunError) -> None:
-    """Print what has failed, in one process of each machine."""
-    if not error.printed_elsewhere:
+    """Print what has failed: once, in one process of each machine."""
+    if not error.printed_elsewhere and not TOLD:
+        TOLD.append(error)
         print(f"pipeschool: {error}", file=sys.stderr, flush=True)
 
 
