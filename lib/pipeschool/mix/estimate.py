@@ -57,11 +57,6 @@ class Estimate:
         """The share of the step for which a device waits for other stages."""
         return self.bubble / self.seconds
 
-    @property
-    def sequences_per_second(self) -> float:
-        """Throughput."""
-        return self.mix.batch / self.seconds
-
 
 def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
     """Seconds and bytes of one pipeline's actions, on one device of each stage.
