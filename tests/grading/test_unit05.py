@@ -10,32 +10,12 @@ from random import Random
 import pipeschool as ps
 import pytest
 import torch
-from answers05 import RIGHT, WRONG
-from pipeschool import grade, stability
+from answers05 import WRONG
+from pipeschool import stability
 from pipeschool.grade import unit05, unit05_training
-from test_unit01 import SEEDS, as_answer, cases, points
+from test_unit01 import SEEDS, points
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize("name, function", cases(RIGHT))
-def test_right_answers_earn_all_points(name, function):
-    for seed in SEEDS:
-        assert points(name, function, seed) == 4
-
-
-@pytest.mark.parametrize("name, function", cases(WRONG))
-def test_wrong_answers_lose_points(name, function):
-    for seed in SEEDS:
-        assert points(name, function, seed) < 4, f"full marks with seed {seed}"
-
-
-@pytest.mark.parametrize("exercise", unit05.EXERCISES, ids=lambda e: e.name)
-def test_each_exercise_is_tried_from_both_sides(exercise):
-    assert len(RIGHT[exercise.name]) >= 2
-    assert len(WRONG[exercise.name]) >= 5
-    for seed in SEEDS:
-        assert points(exercise.name, exercise.reference, seed) == 4
 
 
 @pytest.mark.parametrize(
@@ -68,21 +48,6 @@ def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, caps
         assert "not yet " in said.out
         assert "smallest failing case:" in said.out and "where to look:" in said.out
     assert said.err == ""
-
-
-@pytest.mark.parametrize("name, function", cases(WRONG))
-def test_messages_hold_case_expected_got_and_hint(name, function, capsys):
-    try:
-        grade.check(as_answer(name, function), points=4)
-        said = capsys.readouterr().out
-    except grade.CheckFailed as failed:
-        said = str(failed)
-    lines = [line.partition(":")[0].strip() for line in said.split("\n")]
-    for wanted in ("smallest failing case", "expected", "got", "where to look"):
-        assert wanted in lines, said
-    assert f"{name}(" in said
-    assert "lambda" not in said and "object at 0x" not in said
-    assert all(len(line) < 330 for line in said.split("\n")), "a line nobody reads to its end"
 
 
 def test_new_cases_depend_on_the_seed_alone():
