@@ -24,6 +24,19 @@ def seeds(name):
     return SEEDS[:3] if name in SLOW else SEEDS
 
 
+def earns_part(name, mutant, earned, capsys):
+    """The wrong answer `mutant` earns just `earned` of 4 points, and hears what is right in it."""
+    function = next(f for f in WRONG[name] if f.__name__ == mutant)
+    for seed in seeds(name):
+        assert points(name, function, seed) == earned
+    said = capsys.readouterr()
+    if earned:
+        assert f"{name}: {earned:.3g} of 4 points" in said.out and ". Right " in said.out
+        assert "not yet " in said.out
+        assert "smallest failing case:" in said.out and "where to look:" in said.out
+    assert said.err == ""
+
+
 def test_no_two_units_have_an_exercise_of_the_same_name():
     assert len(RIGHT) == sum(len(unit.RIGHT) for unit in ANSWERS)
     assert RIGHT.keys() == WRONG.keys() == {exercise.name for exercise in EXERCISES}

@@ -8,10 +8,8 @@ from random import Random
 import pipeschool as ps
 import pytest
 import torch
-from answers03 import WRONG
 from pipeschool.grade import unit03
-from test_both_sides import seeds
-from test_unit01 import points
+from test_both_sides import earns_part
 from torch import nn
 
 
@@ -34,15 +32,7 @@ from torch import nn
     ],
 )
 def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, capsys):
-    function = next(f for f in WRONG[name] if f.__name__ == mutant)
-    for seed in seeds(name):
-        assert points(name, function, seed) == earned
-    said = capsys.readouterr()
-    if earned:
-        assert f"{name}: {earned:.3g} of 4 points" in said.out and ". Right " in said.out
-        assert "not yet " in said.out
-        assert "smallest failing case:" in said.out and "where to look:" in said.out
-    assert said.err == ""
+    earns_part(name, mutant, earned, capsys)
 
 
 def test_new_cases_depend_on_the_seed_alone():

@@ -11,7 +11,8 @@ import pytest
 from answers04 import WRONG
 from pipeschool import grade
 from pipeschool.grade import unit04, unit04_messages
-from test_unit01 import SEEDS, as_answer, points
+from test_both_sides import earns_part
+from test_unit01 import as_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,15 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, capsys):
-    function = next(f for f in WRONG[name] if f.__name__ == mutant)
-    for seed in SEEDS:
-        assert points(name, function, seed) == earned
-    said = capsys.readouterr()
-    if earned:
-        assert f"{name}: {earned:.3g} of 4 points" in said.out and ". Right " in said.out
-        assert "not yet " in said.out
-        assert "smallest failing case:" in said.out and "where to look:" in said.out
-    assert said.err == ""
+    earns_part(name, mutant, earned, capsys)
 
 
 def test_a_plan_that_counts_too_much_fails_in_general(capsys):
