@@ -21,7 +21,7 @@ import pipeschool as ps
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.lower import lower
 from pipeschool.run import RunError
-from pipeschool.run.pool import start_fork_server
+from pipeschool.run.pool import start_early
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
 from pipeschool.versions import with_weights
@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     schedule = _schedule(args)
-    start_fork_server()  # it imports torch while we do
+    start_early()
     import torch
 
     from pipeschool.partition import split_layers

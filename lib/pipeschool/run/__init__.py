@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeschool.actions import Schedule, whole_number
 from pipeschool.cost import Cost, number
 from pipeschool.run.errors import RunError, RunStopped, plainly
-from pipeschool.run.pool import start_fork_server
+from pipeschool.run.pool import start_early
 from pipeschool.run.train import Training, train
 from pipeschool.versions import Policy, with_weights
 
@@ -99,8 +98,7 @@ def run(
             f"not {type(schedule).__name__}"
         )
     schedule = with_weights(schedule, weights)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # there torchrun starts the workers
-        start_fork_server()  # it imports torch while we do
+    start_early()
     options = options_of(
         loss=loss,
         optimizer=optimizer,

@@ -25,7 +25,7 @@ from pipeschool.run import torchrun
 from pipeschool.run.job import Job, Link, Report
 from pipeschool.run.microbatch import cut
 from pipeschool.run.parcel import pack
-from pipeschool.run.pool import Pool
+from pipeschool.run.pool import Pool, under_torchrun
 from pipeschool.run.stage import Loss, Tensors
 from pipeschool.run.tensor import check_plan
 from pipeschool.run.ties import ready_for_ties, ties_of
@@ -118,7 +118,7 @@ def launch(
     given = ready_for_ties(check(schedule), ties, options)
     schedule = check(lower(given))
     processes = schedule.p * parts
-    if processes > MOST_WORKERS and not torchrun.active():
+    if processes > MOST_WORKERS and not under_torchrun():
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
     if state:
         stages = [copy.deepcopy(stage) for stage in stages]
@@ -164,7 +164,7 @@ def launch(
     plan = check_plan(list(stages), options.tensor_plan) if parts > 1 else {}
     if parts > 1:
         refuse_with_parts(options)
-    if torchrun.active():
+    if under_torchrun():
         same = {"backends": backend, "models": sums(stages), "data": sums([inputs, targets])}
         reports = torchrun.take_part(job, schedule, patience, same)
     else:
@@ -317,7 +317,7 @@ def choose_device(device: str, processes: int) -> tuple[str, list[str]]:
         raise ValueError("device='cuda' needs a GPU that torch can use; there is none: use 'cpu'")
     if not gpus:
         return "gloo", ["cpu"] * processes
-    if torchrun.active() and gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    if under_torchrun() and gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
         return "nccl", [
             f"cuda:{os.environ['LOCAL_RANK']}"
         ] * processes  # each machine counts its own
@@ -330,7 +330,7 @@ def refuse_with_parts(options: Options) -> None:
     for name, asked in (
         ("memory=True", options.memory),
         ("engine='torch'", options.engine != "pipeschool"),
-        ("torchrun", torchrun.active()),
+        ("torchrun", under_torchrun()),
     ):
         if asked:
             raise ValueError(f"tensor_parallel does not go with {name} here")

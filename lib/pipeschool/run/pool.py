@@ -25,6 +25,17 @@ if FORKSERVER:
     from multiprocessing import forkserver
 
 
+def under_torchrun() -> bool:
+    """Has torchrun started this process, as one of the workers?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def start_early() -> None:
+    """Where workers are ours to start: let the fork server import torch while the caller does."""
+    if not under_torchrun():
+        start_fork_server()
+
+
 def start_fork_server() -> Any:
     """Let the fork server start importing, and return the context that makes processes.
 

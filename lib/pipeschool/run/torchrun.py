@@ -50,11 +50,6 @@ TICK = 0.2  # seconds between two looks at the others
 TOLD: list[RunError] = []  # what this process has printed
 
 
-def active() -> bool:
-    """Has torchrun started this process?"""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def rank() -> int:
     """The number of this process among all, on all machines."""
     return int(os.environ["RANK"])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
 from pipeschool.run.errors import plainly
+from pipeschool.run.pool import under_torchrun
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
 
@@ -108,10 +109,10 @@ def train(
         )
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
-    if torchrun.active() and torchrun.rank() > 0:
+    if under_torchrun() and torchrun.rank() > 0:
         log = None
     training, place, state = _resume(file, identity, log)
-    if torchrun.active():
+    if under_torchrun():
         torchrun.refuse_difference("checkpoints", place)
     samples = seconds = 0.0
     for epoch in range(place.epoch, epochs):
