@@ -203,11 +203,12 @@ class Transport:
         if not (group := self.replicas.get(stage)):
             return
         owners = torch.tensor([int(name in gradients) for name in parameters], device=self.wire)
-        guarded(dist.all_reduce, owners, dist.ReduceOp.SUM, group)
+        add_up(owners, group)
         for (name, parameter), count in zip(parameters.items(), owners.tolist(), strict=True):
             if count:
-                gradient = gradients.setdefault(name, torch.zeros_like(parameter))
-                guarded(dist.all_reduce, local(gradient), dist.ReduceOp.SUM, group)
+                if name not in gradients:
+                    gradients[name] = torch.zeros_like(parameter)
+                add_up(local(gradients[name]), group)
 
     def meet_for(self, ties: Sequence[Tie]) -> None:
         """Make a group for the workers of each of `ties`: all workers do, in the same order."""
@@ -219,7 +220,7 @@ class Transport:
     def sum_over_tie(self, number: int, gradient: Tensor) -> None:
         """Add to `gradient` that of the other workers that have this parameter."""
         if group := self.ties[number]:
-            guarded(dist.all_reduce, gradient, dist.ReduceOp.SUM, group)
+            add_up(gradient, group)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -335,6 +336,11 @@ def guarded(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
     except RuntimeError as error:
         raise PeerLost(str(error).splitlines()[0]) from None
+
+
+def add_up(tensor: Tensor, group: Any) -> None:
+    """Let `tensor` be the sum of what all workers of `group` have in its place."""
+    guarded(dist.all_reduce, tensor, dist.ReduceOp.SUM, group)
 
 
 def write_header(receive: Action, tensors: Tensors) -> list[int]:
