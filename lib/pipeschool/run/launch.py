@@ -130,6 +130,7 @@ def launch(
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
+    link = link_of(options)
     patience = options.timeout + longest + options.latency  # what is declared is no standstill
 
     def job(worker: int, rendezvous: str = "", part: int = 0) -> Job:
@@ -145,7 +146,7 @@ def launch(
             update=options.update,
             recompute=recompute,
             memory=options.memory,
-            link=link_of(options),
+            link=link,
             restore={s: state.stages[s] for s in mine} if state else {},
             generator=state.generators[worker] if state else None,
             history=options.history,
@@ -169,7 +170,7 @@ def launch(
         reports = torchrun.take_part(job, schedule, patience, same)
     else:
         reports = on_this_machine(job, schedule, patience, parts)
-    paced = paces is not None or link_of(options) is not None
+    paced = paces is not None or link is not None
     result = put_together(schedule, reports, backend, devices, paced, called)
     if options.history:
         result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
