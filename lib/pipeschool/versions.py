@@ -149,21 +149,19 @@ def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Sche
 
 
 def ledger(schedule: Schedule, stage: int, worker: int) -> Ledger:
-    """A fresh ledger for `stage` on `worker`, with the policy that `schedule` names."""
+    """A fresh ledger for `stage` on `worker`, with the policy that `schedule` names; where that
+    leaves no choice of versions, a quicker one."""
+    if schedule.synchronous or not schedule.trains:
+        return OneVersion(Policy())
     policy = policy_named(schedule.weights)(stage, schedule.stages, schedule.updates_every)
     turns = schedule.microbatches_of(stage, worker)
     return Ledger(policy, first=turns.start, step=turns.step)
 
 
 def ledgers(schedule: Schedule) -> list[dict[int, Ledger]]:
-    """For each worker, a fresh ledger for every stage that it holds; where there is no choice of
-    versions, a quicker one."""
-    only_one = schedule.synchronous or not schedule.trains
+    """For each worker, a fresh ledger for every stage that it holds."""
     return [
-        {
-            stage: OneVersion(Policy()) if only_one else ledger(schedule, stage, worker)
-            for stage in schedule.stages_of(worker)
-        }
+        {stage: ledger(schedule, stage, worker) for stage in schedule.stages_of(worker)}
         for worker in range(schedule.p)
     ]
 
@@ -254,4 +252,5 @@ class OneVersion(Ledger):
         """The newest version; `Ledger` would find the same."""
         if action.kind == "U":
             self.newest += 1
+            self.oldest = self.newest
         return self.newest, 1

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from pipeschool.actions import Action
 
@@ -85,3 +85,15 @@ class RunStopped(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
+
+
+class PeerLost(RuntimeError):
+    """The other end of a message is gone; why is for the controller to find out."""
+
+
+def guarded(call: Callable[..., Any], *args: Any) -> Any:
+    """``call(*args)``, where a failure of the connection is told apart from other errors."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        raise PeerLost(str(error).splitlines()[0]) from None

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from pipeschool.actions import Action
-from pipeschool.run.errors import Frame
+from pipeschool.run.errors import Frame, PeerLost
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.parcel import pack, unpack
-from pipeschool.run.transport import PeerLost
 from pipeschool.run.worker import work
 
 

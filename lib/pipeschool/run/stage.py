@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.run.split import SplitBackward
-from pipeschool.run.weights import StageWeights, Version
+from pipeschool.run.weights import Parameters, StageWeights, Version
 
 Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
 Loss = Callable[[Any, Any], Tensor]
@@ -56,9 +56,8 @@ class Stage:
         """
         leaves = tuple(as_leaf(x) if self.index else x for x in inputs)
 
-        def compute(**state: Tensor) -> tuple[Tensor, ...]:
-            result = functional_call(self.module, version.parameters | state, leaves)
-            outputs = as_tensors(result, f"stage {self.index}")
+        def compute(**buffers: Tensor) -> tuple[Tensor, ...]:
+            outputs = self._call(version, leaves, buffers)
             return outputs if loss is None else (checked_loss(loss, outputs),)
 
         flight = self.in_flight[microbatch] = Flight(leaves)
@@ -79,8 +78,7 @@ class Stage:
     def infer(self, version: Version, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
         with torch.no_grad():
-            result = functional_call(self.module, version.parameters, inputs)
-        return as_tensors(result, f"stage {self.index}")
+            return self._call(version, inputs)
 
     def backward(self, microbatch: int, version: Version, gradients: Tensors | float) -> Tensors:
         """Gradients of the stage's inputs, given those of its outputs; weights' are collected.
@@ -110,6 +108,17 @@ class Stage:
         assert halves is not None
         halves.weight_half()
         self.weights.collect(version)
+
+    def _call(
+        self, version: Version, inputs: tuple[Tensor, ...], buffers: Parameters | None = None
+    ) -> tuple[Tensor, ...]:
+        """The module's outputs with the weights of `version`, and other `buffers` than its own."""
+        if buffers or version.parameters is not self.weights.current:
+            state = version.parameters | (buffers or {})
+            result = functional_call(self.module, state, inputs)
+        else:
+            result = self.module(*inputs)
+        return as_tensors(result, f"stage {self.index}")
 
     def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
         """`compute` once more later, with the same random numbers (a dropout must not change),

@@ -29,11 +29,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from pipeschool.actions import Action, Schedule, whole_number
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.run.clock import Clock, Mark, now, sleep_until
+from pipeschool.run.errors import PeerLost
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.process import failure
 from pipeschool.run.stage import Tensors, checked_loss
 from pipeschool.run.torch_limits import one_batch
-from pipeschool.run.transport import PeerLost
 from pipeschool.run.weights import StageWeights, on_cpu
 from pipeschool.trace import Span
 from pipeschool.versions import Flush, Ledger

@@ -6,6 +6,8 @@ makes its gradient wrong. Here a version is a parameter dict of its own, handed 
 `torch.func.functional_call`: the autograd graph itself holds on to what its forward used. An
 update steps on a copy while somebody needs the old values. Only a policy that is `in_place` leaves
 the copy out; then the graph meets the new values without noticing.
+
+Where nothing is in flight when an update comes, as with a flush, the module's own parameters do.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeschool.actions import Action
 from pipeschool.run.tensor import local, move, whole
-from pipeschool.versions import Ledger
+from pipeschool.versions import Ledger, OneVersion
 
 Parameters = dict[str, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -53,8 +55,8 @@ class StageWeights:
     """Weight versions, gradients and optimizer of one stage."""
 
     def __init__(self, module: nn.Module, update: Update, ledger: Ledger):
-        self.current = dict(module.named_parameters())
-        trainable = [p for p in self.current.values() if p.requires_grad]
+        self.current: Parameters = dict(module.named_parameters())
+        trainable = [p for p in module.parameters() if p.requires_grad]
         make = update.optimizer if trainable else None
         self.optimizer = make(trainable) if make else None
         self.scheduler = (
@@ -120,6 +122,8 @@ class StageWeights:
     @property
     def held(self) -> int:
         """How many copies of the weights are in memory: those that share none of it."""
+        if len(self.versions) == 1:
+            return 1
         first = next((name for name, p in self.current.items() if p.requires_grad), None)
         if first is None:
             return 1
@@ -143,12 +147,15 @@ class StageWeights:
             self.scheduler.load_state_dict(state.scheduler)
 
     def _drop(self) -> None:
-        for number in list(self.versions):
-            if not self.ledger.holds(number):
-                del self.versions[number]
+        if len(self.versions) > 1:
+            for number in list(self.versions):
+                if not self.ledger.holds(number):
+                    del self.versions[number]
 
     def _view(self) -> Parameters:
         """The current values as leaves of their own; `.data` leaves the version counter behind."""
+        if isinstance(self.ledger, OneVersion):
+            return self.current
         return {
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self.current.items()

@@ -16,9 +16,10 @@ from pipeschool.lower import outgoing, peer_of
 from pipeschool.run.clock import Clock, Mark, now, sleep_until
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
+from pipeschool.run.packet import Packed
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
 from pipeschool.run.tensor import parallelize
-from pipeschool.run.transport import Packed, Transport
+from pipeschool.run.transport import Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
 from pipeschool.trace import Span
 from pipeschool.versions import Ledger, Stash, ledger
@@ -86,7 +87,7 @@ class Worker:
             seconds = self.job.pace[action.kind][action.stage]
             start, end = self.keep_pace(seconds, self.clock.seconds(start))
         if self.meter:
-            self.transport.let_go()
+            self.transport.settle()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
         self.done.append((action, start, end, version.number, version.held, size))
 
@@ -230,7 +231,7 @@ class Worker:
 
     def finish(self) -> Report:
         """Everything sent, results on the CPU."""
-        self.transport.finish()
+        self.transport.settle()
         for action, start, end, *rest in self.done:
             times = self.clock.seconds(start), self.clock.seconds(end)
             span = Span(self.rank, action, *times, *rest)
@@ -279,7 +280,10 @@ def work(
         from pipeschool.run import torch_engine
 
         return torch_engine.work(rank, job, device, board)
-    transport = Transport(number, job.schedule, device, job.backend, rank % job.parts, job.parts)
+    part = rank % job.parts
+    transport = Transport(
+        number, job.schedule, device, job.backend, part, job.parts, prompt=job.memory
+    )
     transport.meet_for(job.ties)
     worker = Worker(number, job, transport)
     row = job.schedule.workers[number]
