@@ -13,10 +13,10 @@ from oracles import Machine, owner_of, random_schedule, weights_in_one_process
 from pipeschool import Action, B, F, I, Schedule, W
 from pipeschool.lower import (
     compute_only,
+    handover,
     handovers,
     lower,
     message_of,
-    outgoing,
     peer_of,
     sender_of,
 )
@@ -163,16 +163,17 @@ def test_helpers_agree_with_the_lowered_rows(schedule: Schedule) -> None:
     where = {a: worker for worker, row in enumerate(lowered.workers) for a in row}
     for worker, row in enumerate(schedule.workers):
         for action in row:
-            found = outgoing(action, schedule)
-            handed = handovers(schedule).get((action.kind, action.stage))
-            assert (found is None) == (handed is None)
-            if found is None or handed is None:
+            found = handover(*action, schedule)
+            (handed,) = handovers(schedule).get((action.kind, action.stage), [None])
+            assert handed == found
+            if found is None:
+                assert Action(f"SEND_{action.kind[-1]}", *action[1:]) not in where
                 continue
-            (handed,) = handed
-            send, receive, link = found
+            letter, stage, link = found
+            send = Action(f"SEND_{letter}", action.stage, action.microbatch)
+            receive = Action(f"RECV_{letter}", stage, action.microbatch)
             assert where[send] == link.source == worker
             assert where[receive] == link.target
-            assert handed == (send.kind[-1], receive.stage, link)
             assert message_of(send) == message_of(receive) == receive
             assert sender_of(receive) == send
             assert peer_of(send, schedule) == link.target

@@ -53,17 +53,6 @@ def handovers(schedule: Schedule) -> dict[tuple[str, int], list[Handover | None]
     return {key: found for key, found in table.items() if any(found)}
 
 
-def outgoing(action: Action, schedule: Schedule) -> tuple[Action, Action, Link] | None:
-    """The send that must follow `action`, its receive, their link; None where none is needed."""
-    kind, stage, microbatch = action
-    found = handover(kind, stage, microbatch, schedule)
-    if found is None:
-        return None
-    send = Action(f"SEND_{found.letter}", stage, microbatch)
-    receive = Action(f"RECV_{found.letter}", found.stage, microbatch)
-    return send, receive, found.link
-
-
 def message_of(action: Action) -> Action:
     """The name that a send and its receive share: the receive. ``1SEND_F3`` gives ``2RECV_F3``."""
     if action.kind == "SEND_F":

@@ -18,7 +18,6 @@ from pipeschool.run.outbox import MANY, Outbox
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SEND = Action("SEND_F", 1, 3)
 RECEIVE = Action("RECV_F", 2, 3)
 ROOM = packet.SIZE - 80  # for one matrix: its header has 10 numbers of 8 bytes
 
@@ -31,7 +30,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
 def there_and_back(*tensors: Tensor | None) -> tuple[packet.Packed, packet.Unpacked]:
     """A message of `tensors`, written and read."""
     payload = [t for t in tensors if t is not None]
-    packed = packet.pack(SEND, tensors, payload, inline=True)
+    packed = packet.pack(RECEIVE, tensors, payload, inline=True)
     return packed, packet.unpack(packed.stamp(12.5))
 
 
@@ -72,7 +71,7 @@ def test_what_does_not_fit_into_a_packet_follows_it(size: int, inline: bool) -> 
 
 def test_a_backend_may_want_all_tensors_apart() -> None:
     tensor = of(torch.float32, 2)
-    packed = packet.pack(SEND, (tensor,), [tensor], inline=False)
+    packed = packet.pack(RECEIVE, (tensor,), [tensor], inline=False)
     assert packed.rest == [tensor]
     assert packet.unpack(packed.stamp(0.0)).tensors is None
 
@@ -89,15 +88,14 @@ class Wire:
 
     def __init__(self, *tensors: Tensor) -> None:
         self.receives = [Action("RECV_F", 1, k) for k in range(len(tensors))]
-        sends = [Action("SEND_F", 0, k) for k in range(len(tensors))]
         self.packed = [
-            packet.pack(send, (t,), [t], inline=True)
-            for send, t in zip(sends, tensors, strict=True)
+            packet.pack(receive, (t,), [t], inline=True)
+            for receive, t in zip(self.receives, tensors, strict=True)
         ]
         self.asked: list[tuple[int, int]] = []  # (microbatch, part)
         self.waited: dict[tuple[int, int], str] = {}  # by which thread
 
-    def receive(self, buffer: Tensor, action: Action, part: int) -> Callable[[], Any]:
+    def receive(self, action: Action, buffer: Tensor, part: int) -> Callable[[], Any]:
         """What `Transport` gives to an inbox."""
         self.asked.append((action.microbatch, part))
 
@@ -137,7 +135,9 @@ def test_small_messages_are_asked_for_ahead_and_need_no_thread() -> None:
 def test_after_a_large_message_a_thread_takes_the_rest() -> None:
     sent = [SMALL, LARGE, SMALL, LARGE]
     wire = Wire(*sent)
-    found = take_all(wire.receives, Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=False))
+    found = take_all(
+        wire.receives, Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=False)
+    )
     assert all(t is not None and t.equal(s) for t, s in zip(found, sent, strict=True))
     by_thread = {key for key, name in wire.waited.items() if name != HERE}
     assert by_thread == {(2, 0), (3, 0), (3, 1)}

@@ -75,10 +75,22 @@ class TwiceInOneStep(nn.Module):
         return x @ square
 
 
+class Sums(nn.Module):
+    """One gradient for all: of the input, and of the weights that are added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Parameter(torch.randn(6, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one + (self.two + self.three)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a weight twice in one step": TwiceInOneStep,
     "layers": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]),
     "one layer": lambda: nn.Linear(8, 8),
+    "nothing but sums": Sums,
     "no bias": lambda: nn.Linear(8, 8, bias=False),
     "no weights": lambda: nn.Tanh(),
     "norms": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.BatchNorm1d(8)),
@@ -126,6 +138,10 @@ def test_both_halves_give_the_gradients_of_the_whole(name, needs_gradient):
     halves.weight_half()
     for key, weight in model.named_parameters():
         assert equal(weight.grad, of_weights[key]), key
+    # The input's gradient is on its way, and the weights' are added to: each in its own memory.
+    found = [halves.inputs[0], *[w.grad for w in model.parameters()]]
+    places = [g.untyped_storage().data_ptr() for g in found if g is not None]
+    assert len(places) == len(set(places))
 
 
 def equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from pipeschool.run.stage import Tensors
 
 AHEAD = 64  # packets asked for ahead of time
 
-Receive = Callable[[Tensor, Action, int], Callable[[], Any]]
+Receive = Callable[[Action, Tensor, int], Callable[[], Any]]
 
 
 class Arrived(NamedTuple):
@@ -45,7 +45,7 @@ class Inbox:
     has told how large it is. After the first such message, a thread does that while the worker
     computes. (Small messages do better without one: it would want the interpreter each time.)
 
-    expected: the receives to come. receive: ``receive(buffer, action, part)`` asks for a part of a
+    expected: the receives to come. receive: ``receive(action, buffer, part)`` asks for a part of a
     message (0 is the packet) and returns what waits for it. wire: the device of the buffers.
     ahead: whether the backend can be asked ahead of time. threaded: do not wait for a large message
     with the thread.
@@ -83,7 +83,7 @@ class Inbox:
         """Ask for `count` more packets, if so many are to come."""
         for action in itertools.islice(self.coming, count):
             buffer = torch.empty(packet.SIZE, dtype=torch.uint8, device=self.wire)
-            self.asked.append(Asked(action, buffer, self.receive(buffer, action, 0)))
+            self.asked.append(Asked(action, buffer, self.receive(action, buffer, 0)))
 
     def _fetch(self) -> Arrived:
         """Wait for a packet, and for the tensors that follow it."""
@@ -108,7 +108,7 @@ class Inbox:
             else:
                 part += 1
                 tensor = torch.empty(shape.dims, dtype=shape.dtype, device=self.wire)
-                self.receive(tensor, action, part)()
+                self.receive(action, tensor, part)()
                 yield tensor
 
     def _start_thread(self) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from pipeschool.actions import MESSAGE_KINDS, Action
-from pipeschool.lower import message_of
 from pipeschool.run.stage import Tensors
 
 SIZE = 4096  # bytes of a packet
@@ -61,14 +60,14 @@ class Unpacked(NamedTuple):
     tensors: Tensors | None  # None where they follow the packet
 
 
-def pack(send: Action, tensors: Tensors, payload: list[Tensor], inline: bool) -> Packed:
-    """Make a message of `tensors`, so that sending it later takes no time.
+def pack(receive: Action, tensors: Tensors, payload: list[Tensor], inline: bool) -> Packed:
+    """Make a message of `tensors` for `receive`, so that sending it later takes no time.
 
     payload: those of them that are there, as this process's memory holds them. inline: put them
     into the packet if they fit.
     """
     sizes = [tensor.nbytes for tensor in payload]
-    numbers = write_header(message_of(send), tensors)
+    numbers = write_header(receive, tensors)
     at = aligned(8 * len(numbers))
     inline = inline and at + sum(map(aligned, sizes)) <= SIZE
     numbers[1] = int(inline)

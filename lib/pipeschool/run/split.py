@@ -51,25 +51,26 @@ class SplitBackward:
         trainable = [w for w in weights if w.requires_grad]
         early = [] if leaves else first_used(roots, trainable)
         early += shared(roots, leaves + early, without(trainable, early))
-        self.weights = without(trainable, early)
+        self.weights = trainable
         goals = leaves + early
         on_way = leading_to(roots, goals)
         self.branches: list[Branch] = []
         handles = [
             node.register_prehook(self._note(node, edges))
-            for node, edges in branches(roots, on_way, self.weights).items()
+            for node, edges in branches(roots, on_way, without(trainable, early)).items()
         ]
         pairs: list[Pair] = list(zip(starts, gradients, strict=True))
         down = [pair for pair in pairs if pair[0].node in on_way]
-        # An output from which no way leads to a goal is for the weights alone.
+        # What the weight half starts from, but for the branches. An output from which no way leads
+        # to a goal is for the weights alone.
         self.aside = [pair for pair in pairs if pair[0].node not in on_way]
         try:
             found = gradients_of(goals, down, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
-        # They wait with the others: until the weight half, nobody counts this microbatch.
-        self.early = list(zip(early, found[len(leaves) :], strict=True))
+        # The early ones wait with the others: until the weight half, nobody counts this microbatch.
+        self.aside += zip(map(get_gradient_edge, early), found[len(leaves) :], strict=True)
         given = iter(found)
         self.inputs: Gradients = tuple(next(given) if x.requires_grad else None for x in inputs)
 
@@ -87,11 +88,13 @@ class SplitBackward:
         pairs = self.aside
         for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
             found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
-            pairs += [pair for pair in zip(edges, found, strict=True) if is_there(pair[1])]
-        late = zip(self.weights, gradients_of(self.weights, pairs), strict=True)
-        for weight, gradient in [*self.early, *late]:
-            add_gradient(weight, gradient)
-        self.early, self.branches, self.aside = [], [], []
+            pairs += zip(edges, found, strict=True)
+        self.branches, self.aside = [], []
+        if pairs := [pair for pair in pairs if is_there(pair[1])]:
+            # Not `gradients_of`: two weights that are added have one gradient, in one place of
+            # memory, and so may a weight and an input. This copies where it must.
+            places, values = zip(*pairs, strict=True)
+            torch.autograd.backward(places, values, inputs=self.weights)
 
 
 def gradients_of(
@@ -111,12 +114,6 @@ def gradients_of(
 def is_there(gradient: Tensor | None) -> bool:
     """Not None: an undefined gradient is zero."""
     return gradient is not None
-
-
-def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add to ``leaf.grad``, as a whole backward does."""
-    if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
 def without(tensors: Sequence[Tensor], left_out: Sequence[Tensor]) -> list[Tensor]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeschool.actions import MESSAGE_KINDS, Action, Schedule
+from pipeschool.actions import Action, Schedule
 from pipeschool.lower import message_of, peer_of, sender_of
 from pipeschool.run import packet
 from pipeschool.run.errors import guarded
@@ -31,6 +31,16 @@ from pipeschool.run.tensor import local
 from pipeschool.run.ties import Tie
 
 made: list[Any] = []  # the process groups of the run under way
+
+
+class Route(NamedTuple):
+    """How a message travels."""
+
+    peer: int  # the worker at the other end
+    process: int  # the one of it that this process talks to
+    group: Any
+    receive: Action  # the name that both ends have for it
+    tag: int  # of its packet; the parts that follow count on
 
 
 class Transport:
@@ -70,20 +80,23 @@ class Transport:
             for other in range(parts)
         }
         self.replicas = {stage: g for (stage, other), g in groups.items() if other == part}
+        messages = [action for action in schedule.workers[worker] if action.is_message]
+        self.routes = {message: self._route(message) for message in messages}
         expected: defaultdict[int, list[Action]] = defaultdict(list)
-        for action in schedule.workers[worker]:
-            if action.kind in ("RECV_F", "RECV_B"):
-                expected[peer_of(action, schedule)].append(action)
+        for message in messages:
+            if message.kind.startswith("RECV"):
+                expected[self.routes[message].peer].append(message)
         gloo = backend == "gloo"
         self.inbox = {
-            peer: Inbox(actions, partial(self._ask, peer), self.wire, gloo, gloo and prompt)
+            peer: Inbox(actions, self._ask, self.wire, gloo, gloo and prompt)
             for peer, actions in expected.items()
         }
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
         payload = self._on_wire([plain(t) for t in tensors if t is not None])
-        return packet.pack(send, tensors, payload, inline=self.wire.type == "cpu")
+        receive = self.routes[send].receive
+        return packet.pack(receive, tensors, payload, inline=self.wire.type == "cpu")
 
     def _on_wire(self, tensors: list[Tensor]) -> list[Tensor]:
         """`tensors` where the backend can read them. From a GPU to the host they go through pinned
@@ -102,20 +115,19 @@ class Transport:
 
     def send(self, action: Action, message: Packed, left: float) -> None:
         """Start sending what was done at `left`. The buffers are kept until they have gone."""
-        receive, peer = message_of(action), peer_of(action, self.schedule)
+        peer, process, group, _, tag = self.routes[action]
         head = message.stamp(left)
         if self.wire.type == "cuda":
             head = head.to(self.wire)
-        group, rank = self.groups[receive.kind[-1]], self._rank(peer)
         sent = [
-            (guarded(group.send, [tensor], rank, self._tag(receive, part)), tensor)
+            (guarded(group.send, [tensor], process, tag + part), tensor)
             for part, tensor in enumerate([head, *message.rest])
         ]
         self.outbox[peer].add(sent, large=bool(message.rest))
 
     def receive(self, action: Action) -> Arrived:
         """Wait for the message of `action`; its tensors are on this worker's device."""
-        message = self.inbox[peer_of(action, self.schedule)].take()
+        message = self.inbox[self.routes[action].peer].take()
         if message.action != action:
             raise ValueError(f"got {sender_of(message.action)} where {sender_of(action)} was due")
         if self.wire == self.device:
@@ -160,21 +172,19 @@ class Transport:
         for outbox in self.outbox.values():
             outbox.settle()
 
-    def _ask(self, peer: int, tensor: Tensor, action: Action, part: int) -> Callable[[], Any]:
+    def _ask(self, action: Action, tensor: Tensor, part: int) -> Callable[[], Any]:
         """Start receiving a part of the message of `action`; what is returned waits for it."""
-        receive = self.groups[action.kind[-1]].recv
-        work = guarded(receive, [tensor], self._rank(peer), self._tag(action, part))
+        _, process, group, _, tag = self.routes[action]
+        work = guarded(group.recv, [tensor], process, tag + part)
         return partial(guarded, work.wait)
 
-    def _rank(self, worker: int) -> int:
-        """The process of `worker` that this one talks to."""
-        return worker * self.parts + self.part
-
-    def _tag(self, receive: Action, part: int) -> int:
-        """A number of its own for every part of every message."""
-        kind = MESSAGE_KINDS.index(receive.kind)
-        number = (receive.stage * self.schedule.microbatches + receive.microbatch) * 4 + kind
-        return number * packet.HEADER + part
+    def _route(self, message: Action) -> Route:
+        peer, receive = peer_of(message, self.schedule), message_of(message)
+        process = peer * self.parts + self.part
+        kind, stage, microbatch = receive
+        # A number of its own for every part of every message.
+        number = (stage * self.schedule.microbatches + microbatch) * 2 + "FB".index(kind[-1])
+        return Route(peer, process, self.groups[kind[-1]], receive, number * packet.HEADER)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -82,14 +82,16 @@ class StageWeights:
 
     def collect(self, version: Version) -> None:
         """After a backward on `version`: add its gradients to those of the next update."""
+        own = version.parameters is self.current
         for name, parameter in version.parameters.items():
             if parameter.grad is None:
                 continue
-            if name in self.gradients:
-                self.gradients[name] += parameter.grad
-            else:
+            if own or name not in self.gradients:
                 self.gradients[name] = parameter.grad
-            parameter.grad = None
+            else:
+                self.gradients[name] += parameter.grad
+            if not own:  # otherwise autograd goes on adding to it
+                parameter.grad = None
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""

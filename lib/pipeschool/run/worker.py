@@ -12,7 +12,6 @@ import torch._dynamo  # optimizers import it at their first step; a forked worke
 import torch.distributed as dist
 
 from pipeschool.actions import Action, B, F, U
-from pipeschool.lower import outgoing, peer_of
 from pipeschool.run.clock import Clock, Mark, now, sleep_until
 from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
@@ -187,12 +186,12 @@ class Worker:
 
     def hand_on(self, action: Action, tensors: Tensors) -> None:
         """Leave `tensors` for the send, or for the neighbour stage where it is on this worker."""
-        if message := outgoing(action, self.job.schedule):
-            self.outbox[message[0]] = self.transport.pack(message[0], tensors)
-        elif action.kind == "F":
-            self.mail[F(action.stage + 1, action.microbatch)] = tensors
+        letter, step = ("F", 1) if action.kind == "F" else ("B", -1)
+        send = Action(f"SEND_{letter}", action.stage, action.microbatch)
+        if send in self.transport.routes:
+            self.outbox[send] = self.transport.pack(send, tensors)
         else:
-            self.mail[B(action.stage - 1, action.microbatch)] = tensors
+            self.mail[Action(letter, action.stage + step, action.microbatch)] = tensors
 
     def keep_pace(self, seconds: float, start: float) -> tuple[float, float]:
         """A paced action lasts as long as declared: wait for what is left; returns its span.
@@ -216,7 +215,7 @@ class Worker:
         if self.job.link is None:
             return done
         latency, bandwidth = self.job.link
-        peer = peer_of(send, self.job.schedule)
+        peer = self.transport.routes[send].peer
         left = max(done, self.link_free[peer]) + message.bytes / bandwidth
         self.link_free[peer] = left
         return left + latency
