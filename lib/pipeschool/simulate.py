@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeschool.actions import Schedule
+from pipeschool.actions import Action, Schedule
 from pipeschool.check import checked_order
 from pipeschool.cost import Cost, number
-from pipeschool.lower import Handover, Link, handovers
+from pipeschool.lower import Link, handovers
 from pipeschool.trace import Span, Trace
-from pipeschool.versions import Policy, ledgers, with_weights
+from pipeschool.versions import Ledger, Policy, ledgers, with_weights
 
 
 def simulate(
@@ -34,20 +35,18 @@ def simulate(
     schedule = with_weights(schedule, weights)
     order = checked_order(schedule)
     steps = _steps(schedule, cost)
-    stage_ledgers = ledgers(schedule)
     free = [0.0] * schedule.p  # per worker
-    link_free: defaultdict[Link, float] = defaultdict(float)
     # (F or B, stage, microbatch) -> when its input is there; (U, stage, number) -> when all workers
     # that take turns at the stage have come to this update.
     arrival = {("F", 0, k): number("release", time) for k, time in enumerate(release)}
     latency, period = cost.latency, schedule.period
-    spans: list[Span] = []
+    spans: list[tuple[int, Action, float, float, int, int, float]] = []
     for worker, action in order:
         kind, stage, microbatch = action
-        step = steps.get((kind, stage))
+        step = steps[worker].get((kind, stage))
         if step is None:
             continue  # a message of a lowered schedule
-        seconds, needs, handed, transfer, size = step
+        seconds, needs, handed, transfer, size, note = step
         start = free[worker]
         key = (needs, stage, microbatch)
         if period > 1 and kind == "U":
@@ -60,44 +59,63 @@ def simulate(
         handover = handed[microbatch % period]
         if handover:
             letter, neighbour, link = handover
-            left = link_free[link] = max(end, link_free[link]) + transfer
+            left = link.free = (link.free if link.free > end else end) + transfer
             arrival[letter, neighbour, microbatch] = left + latency
-        version, alive = stage_ledgers[worker][stage].note(action)
-        spans.append(Span(worker, action, start, end, version, alive, size))
+        version, alive = note(action)
+        spans.append((worker, action, start, end, version, alive, size))
     return Trace(
         schedule.name,
         schedule.p,
         schedule.m,
         schedule.v,
-        tuple(spans),
+        tuple(map(Span._make, spans)),
         stage_bytes=cost.stage_bytes(schedule),
     )
 
 
+@dataclass(slots=True)
+class Wire:
+    """A link as it is used."""
+
+    free: float = 0.0  # when what has been handed to it will have gone
+
+
 class Step(NamedTuple):
-    """What all actions of one kind on one stage have in common."""
+    """What all actions of one kind on one stage of a worker have in common."""
 
     seconds: float
     needs: str  # letter of what it waits for
-    handovers: list[Handover | None]  # by microbatch modulo the schedule's period
+    handovers: list[tuple[str, int, Wire] | None]  # by microbatch modulo the schedule's period
     transfer: float  # seconds for which its message occupies the link
     size: float  # bytes of that message
+    note: Callable[[Action], tuple[int, int]]  # of the stage's ledger of weight versions
 
 
-def _steps(schedule: Schedule, cost: Cost) -> dict[tuple[str, int], Step]:
-    """The step of each (kind, stage), so that the simulator looks up one thing per action."""
+def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
+    """For each worker the step of each (kind, stage), so that the simulator looks up one thing per
+    action."""
     transfer, sizes = cost.transfer(schedule), cost.message_sizes(schedule)
-    handed = handovers(schedule)
-    steps = {}
-    for kind, times in cost.seconds(schedule).items():
-        for stage, seconds in enumerate(times):
-            found = handed.get((kind, stage))
-            boundary = stage if kind == "F" else stage - 1
-            steps[kind, stage] = Step(
-                seconds,
-                "B" if kind == "I" else kind,
-                found or [None] * schedule.period,
-                transfer[boundary] if found else 0.0,
-                sizes[boundary] if found else 0.0,
-            )
-    return steps
+    wires: defaultdict[Link, Wire] = defaultdict(Wire)
+    handed = {
+        key: [(h.letter, h.stage, wires[h.link]) if h else None for h in found]
+        for key, found in handovers(schedule).items()
+    }
+    seconds = cost.seconds(schedule)
+    nothing: list[tuple[str, int, Wire] | None] = [None] * schedule.period
+
+    def step(kind: str, stage: int, ledger: Ledger) -> Step:
+        found = handed.get((kind, stage))
+        boundary = stage if kind == "F" else stage - 1
+        return Step(
+            seconds[kind][stage],
+            "B" if kind == "I" else kind,
+            found or nothing,
+            transfer[boundary] if found else 0.0,
+            sizes[boundary] if found else 0.0,
+            ledger.note,
+        )
+
+    return [
+        {(kind, stage): step(kind, stage, own[stage]) for kind in seconds for stage in own}
+        for own in ledgers(schedule)
+    ]
