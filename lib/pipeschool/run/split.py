@@ -90,7 +90,8 @@ class SplitBackward:
             found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
             pairs += zip(edges, found, strict=True)
         self.branches, self.aside = [], []
-        if pairs := [pair for pair in pairs if is_there(pair[1])]:
+        pairs = [pair for pair in pairs if is_there(pair[1])]
+        if pairs and self.weights:
             # Not `gradients_of`: two weights that are added have one gradient, in one place of
             # memory, and so may a weight and an input. This copies where it must.
             places, values = zip(*pairs, strict=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
+from pipeschool.run.storage import addresses
 from pipeschool.run.tensor import local, move, whole
 from pipeschool.versions import Ledger, OneVersion
 
@@ -80,12 +81,23 @@ class StageWeights:
         self._drop()
         return version
 
-    def collect(self, version: Version) -> None:
-        """After a backward on `version`: add its gradients to those of the next update."""
+    def collect(self, version: Version, passed_on: Iterable[Tensor | None]) -> None:
+        """After a backward on `version`: add its gradients to those of the next update.
+
+        Nothing else may be in their memory, since later ones are added there. Autograd lets leaves
+        share it where the graph goes on to views of them: weights with each other, or with the
+        inputs, whose gradients are `passed_on`.
+        """
         own = version.parameters is self.current
+        taken = addresses(passed_on)
         for name, parameter in version.parameters.items():
             if parameter.grad is None:
                 continue
+            if name not in self.gradients:
+                here = addresses([parameter.grad])
+                if here & taken:
+                    parameter.grad = parameter.grad.clone()
+                taken |= here
             if own or name not in self.gradients:
                 self.gradients[name] = parameter.grad
             else:
@@ -114,6 +126,15 @@ class StageWeights:
         self.versions[number] = self._view()
         self._drop()
         return Version(number, self.held, self.versions[number])
+
+    @property
+    def hooked(self) -> str | None:
+        """Name of a parameter with a hook on its gradient, if there is one."""
+        for version in (self.current, *self.versions.values()):
+            for name, p in version.items():
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    return name
+        return None
 
     @property
     def bytes(self) -> int:
