@@ -77,7 +77,9 @@ def pack(receive: Action, tensors: Tensors, payload: list[Tensor], inline: bool)
         return Packed(packet, payload, sum(sizes))
     room = memoryview(packet)
     for tensor, size in zip(payload, sizes, strict=True):
-        room[at : at + size] = tensor.reshape(-1).view(torch.uint8).numpy().data
+        # Not `reshape`: it leaves one number of a column with the stride of that column.
+        row = tensor.as_strided((tensor.numel(),), (1,))
+        room[at : at + size] = row.view(torch.uint8).numpy().data
         at += aligned(size)
     return Packed(packet, [], sum(sizes))
 
