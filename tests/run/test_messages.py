@@ -233,6 +233,20 @@ def test_small_buffers_are_kept_up_to_a_number() -> None:
     assert alive(buffers) == 0
 
 
+def test_no_thread_outlives_what_it_waited_for() -> None:
+    before = set(threading.enumerate())
+    outbox = Outbox(polled=False)
+    for _ in range(3):  # as with a run that counts bytes: settled, and used again
+        work = Work()
+        work.gone.set()
+        buffer = sent(outbox, work, large=True)
+        (thread,) = set(threading.enumerate()) - before
+        outbox.settle()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert alive([buffer]) == 0
+
+
 def test_a_polled_outbox_never_waits() -> None:
     outbox, works = Outbox(polled=True), [Work(), Work()]
     buffers = [sent(outbox, work, large=True) for work in works]

@@ -29,7 +29,7 @@ class Outbox:
     def __init__(self, polled: bool):
         self.polled = polled
         self.kept: deque[Sent] = deque()
-        self.waited_for: queue.Queue[deque[Sent]] | None = None
+        self.waited_for: queue.Queue[deque[Sent] | None] | None = None
         self.error: PeerLost | None = None
 
     def add(self, message: Iterable[Sent], large: bool) -> None:
@@ -46,20 +46,23 @@ class Outbox:
             self.kept = deque()
 
     def settle(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything has left; the thread goes, too: a process may run many times."""
         if self.waited_for:
+            self.waited_for.put(None)
             self.waited_for.join()
+            self.waited_for = None
         wait_for(self.kept)
         if self.error:
             raise self.error
 
-    def _wait_on(self, messages: queue.Queue[deque[Sent]]) -> None:
-        while True:
+    def _wait_on(self, messages: queue.Queue[deque[Sent] | None]) -> None:
+        for sent in iter(messages.get, None):
             try:
-                wait_for(messages.get())
+                wait_for(sent)
             except PeerLost as error:
                 self.error = error
             messages.task_done()
+        messages.task_done()  # of None
 
 
 def wait_for(sent: deque[Sent]) -> None:
