@@ -127,7 +127,9 @@ def gradients(
         stage.zero_grad(set_to_none=True)
     (share * loss(nn.Sequential(*model)(x), y)).backward()
     return [
-        {n: w.grad for n, w in stage.named_parameters() if w.grad is not None} for stage in model
+        # Copies: autograd may leave two of them in one place, and clipping scales each.
+        {n: w.grad.clone() for n, w in stage.named_parameters() if w.grad is not None}
+        for stage in model
     ]
 
 
