@@ -123,8 +123,8 @@ GPIPE_SECONDS = Exercise(
                 (4, 8, 2, 4, 1, False),
             ],
             draw=lambda rng, size: draw_gpipe(rng, size, "by hand"),
-            hint="a worker that sends is busy for work and message together, so that is its pace. The "
-            "worker at the end of the way has nobody to send to. Which one is that for forwards, "
+            hint="a worker that sends is busy for work and message together, so that is its pace. "
+            "The worker at the end of the way has nobody to send to. Which one is that for forwards, "
             "and which for backwards?",
         ),
         Part(

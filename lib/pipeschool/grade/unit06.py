@@ -344,8 +344,8 @@ def choice(value: object) -> tuple[Mix, list[str]]:
 
 BATCH = "the sequences of a step are shared out: `data` lines take `m` microbatches each"
 MEMORY = (
-    "is it the weights? Their bytes are shared by the stages and the tensor-parallel devices. Or the "
-    "activations? They grow with `microbatch`, and with the microbatches in flight"
+    "is it the weights? Their bytes are shared by the stages and the tensor-parallel devices. Or "
+    "the activations? They grow with `microbatch`, and with the microbatches in flight"
 )
 TABLE = (
     "the table of reasons above the exercise: when is each true? ps.mix.reasons(model, machine, "
@@ -401,8 +401,8 @@ CHOOSE = Exercise(
     parts=[
         site_part(
             "desk",
-            "how many devices are there, and does the model fit on them? Then what could make a step "
-            "longer than it need be?",
+            "how many devices are there, and does the model fit on them? Then what could make a "
+            "step longer than it need be?",
         ),
         site_part(
             "workstation",
