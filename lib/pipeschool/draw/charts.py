@@ -369,8 +369,9 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
 def _layers(trace: Trace, line: float) -> list[tuple[str, list[Span]]]:
     """The spans by kind, in the order in which they are drawn.
 
-    A run may go on with a forward while it adds up gradients. So an update that takes longer than
-    `line` seconds lies below the other boxes, and a short one, which is a line, above them.
+    In a paced run, which declares no time for updates, the clock of a forward may start while
+    gradients are still added up. So an update that takes longer than `line` seconds lies below the
+    other boxes, and a short one, which is a line, above them.
     """
     kinds: dict[str, list[Span]] = {kind: [] for kind in COLOURS}
     below: list[Span] = []

@@ -124,8 +124,8 @@ GPIPE_SECONDS = Exercise(
             ],
             draw=lambda rng, size: draw_gpipe(rng, size, "by hand"),
             hint="a worker that sends is busy for work and message together, so that is its pace. "
-            "The worker at the end of the way has nobody to send to. Which one is that for forwards, "
-            "and which for backwards?",
+            "The worker at the end of the way has nobody to send to: which one is that for "
+            "forwards, and which for backwards?",
         ),
         Part(
             title="where the link is slower than the workers",
