@@ -311,6 +311,17 @@ wrong("choose")(
 
 
 @wrong("choose")
+def choose_half_of_the_devices(site):
+    return {
+        "desk": (Mix(m=4, microbatch=8), "faster than a pipeline"),
+        "workstation": (Mix(data=4, m=4), "one device suffices"),
+        "server": (Mix(pipeline=4, m=64), "must be cut"),
+        "office": (Mix(pipeline=2, m=64), "faster than data parallel"),
+        "cluster": (Mix(pipeline=4, tensor=8, m=128), "must be cut"),
+    }[site]
+
+
+@wrong("choose")
 def choose_for_the_same_reason(site):
     return choose_with_care(site)[0], "must be cut"
 
