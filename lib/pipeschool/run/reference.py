@@ -54,7 +54,9 @@ def gradients(
                 value.backward(torch.full_like(value, scale))
                 for parameter in parameters:
                     turns = sums[parameter]
-                    turns[k % len(turns)] = parameter.grad
+                    # A copy: autograd may leave the gradients of two weights in the same memory.
+                    gradient = parameter.grad
+                    turns[k % len(turns)] = None if gradient is None else gradient.clone()
             for parameter in parameters:
                 there = [total for total in sums[parameter] if total is not None]
                 parameter.grad = reduce(torch.add, there) if there else None

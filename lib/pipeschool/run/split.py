@@ -85,16 +85,18 @@ class SplitBackward:
 
     def weight_half(self) -> None:
         """Add the weights' gradients to their ``.grad``; the graph is free after that."""
-        pairs = self.aside
         for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
             found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
-            pairs += zip(edges, found, strict=True)
+            self._add(list(zip(edges, found, strict=True)))  # at once: they may be large
+        self._add(self.aside)
         self.branches, self.aside = [], []
-        if pairs := [pair for pair in pairs if is_there(pair[1])]:
-            # Not `gradients_of`: two weights that are added have one gradient, in one place of
-            # memory, and so may a weight and an input. This copies where it must.
-            places, values = zip(*pairs, strict=True)
-            torch.autograd.backward(places, values, inputs=self.weights)
+
+    def _add(self, pairs: Sequence[Pair]) -> None:
+        """From `pairs` on to the weights. Unlike `torch.autograd.grad`, this does not give two
+        weights that are added the same memory for their gradients."""
+        if self.weights and (there := [pair for pair in pairs if is_there(pair[1])]):
+            places, gradients = zip(*there, strict=True)
+            torch.autograd.backward(places, gradients, retain_graph=True, inputs=self.weights)
 
 
 def gradients_of(

@@ -87,6 +87,7 @@ class Stage:
         """
         flight = self.in_flight.pop(microbatch)
         outputs, starts = matched(flight, gradients)
+        self.weights.lend(version)
         if outputs:
             torch.autograd.backward(outputs, starts)
         self.weights.collect(version)
@@ -106,6 +107,7 @@ class Stage:
         """The second half: gradients of the weights, which are collected."""
         halves = self.in_flight.pop(microbatch).halves
         assert halves is not None
+        self.weights.lend(version)
         halves.weight_half()
         self.weights.collect(version)
 

@@ -80,17 +80,21 @@ class StageWeights:
         self._drop()
         return version
 
-    def collect(self, version: Version) -> None:
-        """After a backward on `version`: add its gradients to those of the next update."""
-        own = version.parameters is self.current
+    def lend(self, version: Version) -> None:
+        """Before a backward on `version`: let autograd add to the gradients of the next update."""
         for name, parameter in version.parameters.items():
-            if parameter.grad is None:
-                continue
-            if own or name not in self.gradients:
-                self.gradients[name] = parameter.grad
-            else:
-                self.gradients[name] += parameter.grad
-            if not own:  # otherwise autograd goes on adding to it
+            parameter.grad = self.gradients.get(name)
+
+    def collect(self, version: Version) -> None:
+        """After that backward: take them back.
+
+        The first of an update is copied: where the graph goes on to a view of a weight, autograd
+        may leave it in the same memory as another weight's, or as that of an input, which is on its
+        way to another stage. The next one would be added to both.
+        """
+        for name, parameter in version.parameters.items():
+            if (gradient := parameter.grad) is not None:
+                self.gradients[name] = gradient if name in self.gradients else gradient.clone()
                 parameter.grad = None
 
     def update(self, action: Action) -> Version:
@@ -155,7 +159,8 @@ class StageWeights:
                     del self.versions[number]
 
     def _view(self) -> Parameters:
-        """The current values as leaves of their own; `.data` leaves the version counter behind."""
+        """The current values as leaves of their own (`.data` leaves the version counter behind), or
+        where there is only one version, the parameters themselves."""
         if isinstance(self.ledger, OneVersion):
             return self.current
         return {
