@@ -86,15 +86,17 @@ class SplitBackward:
     def weight_half(self) -> None:
         """Add the weights' gradients to their ``.grad``; the graph is free after that."""
         for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
-            found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
-            self._add(list(zip(edges, found, strict=True)))  # at once: they may be large
+            pairs = list(zip(starts, gradients, strict=True))
+            # On to the weights at once: these may be large.
+            self._add(zip(edges, gradients_of(edges, pairs), strict=True))
         self._add(self.aside)
         self.branches, self.aside = [], []
 
-    def _add(self, pairs: Sequence[Pair]) -> None:
+    def _add(self, pairs: Iterable[Pair]) -> None:
         """From `pairs` on to the weights. Unlike `torch.autograd.grad`, this does not give two
         weights that are added the same memory for their gradients."""
-        if self.weights and (there := [pair for pair in pairs if is_there(pair[1])]):
+        there = [pair for pair in pairs if is_there(pair[1])]
+        if there and self.weights:
             places, gradients = zip(*there, strict=True)
             torch.autograd.backward(places, gradients, retain_graph=True, inputs=self.weights)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
+from pipeschool.run.storage import addresses
 from pipeschool.run.tensor import local, move, whole
 from pipeschool.versions import Ledger, OneVersion
 
@@ -85,17 +86,24 @@ class StageWeights:
         for name, parameter in version.parameters.items():
             parameter.grad = self.gradients.get(name)
 
-    def collect(self, version: Version) -> None:
+    def collect(self, version: Version, passed_on: Iterable[Tensor | None]) -> None:
         """After that backward: take them back.
 
-        The first of an update is copied: where the graph goes on to a view of a weight, autograd
-        may leave it in the same memory as another weight's, or as that of an input, which is on its
-        way to another stage. The next one would be added to both.
+        Nothing else may be in their memory, since later ones are added there. Autograd lets leaves
+        share it where the graph goes on to views of them: weights with each other, or with the
+        inputs, whose gradients are `passed_on`.
         """
+        taken = addresses(passed_on)
         for name, parameter in version.parameters.items():
-            if (gradient := parameter.grad) is not None:
-                self.gradients[name] = gradient if name in self.gradients else gradient.clone()
-                parameter.grad = None
+            if (gradient := parameter.grad) is None:
+                continue
+            if name not in self.gradients:
+                here = addresses([gradient])
+                if here & taken:
+                    gradient = gradient.clone()
+                taken |= here
+            self.gradients[name] = gradient
+            parameter.grad = None
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""
@@ -118,6 +126,15 @@ class StageWeights:
         self.versions[number] = self._view()
         self._drop()
         return Version(number, self.held, self.versions[number])
+
+    @property
+    def hooked(self) -> str | None:
+        """Name of a parameter with a hook on its gradient, if there is one."""
+        for version in (self.current, *self.versions.values()):
+            for name, p in version.items():
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    return name
+        return None
 
     @property
     def bytes(self) -> int:
