@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeschool.actions import Action, IllegalSchedule, Schedule
+from pipeschool.actions import Action, IllegalSchedule, Schedule, a_schedule
 from pipeschool.check.rows import (
     check_complete,
     check_memory,
@@ -48,6 +48,7 @@ def check(
 
 def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tuple[int, Action]]:
     """`execution_order` of a schedule that `check` has passed, in one walk."""
+    a_schedule(schedule)
     if matching not in MATCHING:
         raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
     check_placement(schedule)

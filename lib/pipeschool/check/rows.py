@@ -27,8 +27,6 @@ def check_placement(schedule: Schedule) -> None:
         raise IllegalSchedule(
             f"{schedule.name} has rows for {len(schedule.workers)} workers, but p is {schedule.p}"
         )
-    if schedule.replicas:
-        _check_replicas(schedule)
     owner: dict[int, int] = {}
     for worker, row in enumerate(schedule.workers):
         if not row:
@@ -53,6 +51,8 @@ def check_placement(schedule: Schedule) -> None:
     for stage in range(schedule.stages):
         if stage not in owner:
             raise IllegalSchedule(f"stage {stage} is on no worker")
+    if schedule.replicas:
+        _check_replicas(schedule)
 
 
 def _check_replicas(schedule: Schedule) -> None:

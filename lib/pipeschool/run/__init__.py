@@ -92,11 +92,6 @@ def run(
     fails; `RunStopped` (a KeyboardInterrupt) when it is interrupted. No worker outlives the call.
     """
     called = time.perf_counter()
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
-            f"not {type(schedule).__name__}"
-        )
     schedule = with_weights(schedule, weights)
     start_early()
     options = options_of(
