@@ -58,7 +58,8 @@ def run(
         stage before it returned: a tensor, or a tuple of tensors of any shape and dtype.
     batches: (inputs, targets) pairs, tensors or tuples of tensors, samples along the first
         dimension; a forward-only schedule takes (inputs, None), too. A synchronous schedule of
-        one batch repeats itself for as many as there are.
+        one batch repeats itself for as many as there are; of an iterable without a length, such as
+        a generator, it takes 1000 at most. Any other wants as many as it was built for.
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.
