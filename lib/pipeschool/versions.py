@@ -30,6 +30,12 @@ class Policy:
         self.stages = stages
         self.m = m
 
+    @property
+    def most_in_flight(self) -> int | None:
+        """With more microbatches in flight at a stage, a version may be asked for before it is
+        there; None where there may be any number."""
+        return None
+
     def forward(self, microbatch: int, newest: int) -> int:
         """The version that the forward of `microbatch` uses."""
         return newest
@@ -84,6 +90,11 @@ class VerticalSync(Policy):
 
     name = "vertical_sync"
 
+    @property
+    def most_in_flight(self) -> int:
+        """As many as there are stages, as in 1F1B: that many forwards come before the version."""
+        return self.stages
+
     def forward(self, microbatch: int, newest: int) -> int:
         """What stage 0 had when it let the microbatch in."""
         return max(microbatch - (self.stages - 1), 0) // self.m
@@ -101,6 +112,11 @@ class DoubleBuffer(Policy):
     """
 
     name = "double_buffer"
+
+    @property
+    def most_in_flight(self) -> int:
+        """The batch before, and the first microbatch of the one that enters."""
+        return self.m + 1
 
     def forward(self, microbatch: int, newest: int) -> int:
         """One version behind the batch, at every stage."""

@@ -16,7 +16,7 @@ from pipeschool.actions import (
     Schedule,
 )
 from pipeschool.check.together import Crossing, KindAndStage, crossings_of
-from pipeschool.versions import ledgers
+from pipeschool.versions import Ledger, ledgers
 
 _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
 
@@ -297,10 +297,25 @@ def check_versions(schedule: Schedule) -> None:
         for action in row:
             if action.is_message:
                 continue
+            own = stage_ledgers[worker][action.stage]
             try:
-                stage_ledgers[worker][action.stage].note(action)
+                own.note(action)
             except IllegalSchedule as error:
-                raise IllegalSchedule(f"worker {worker}: {error}", worker, action) from None
+                why = _too_many_in_flight(schedule, action.stage, own)
+                raise IllegalSchedule(f"{why}worker {worker}: {error}", worker, action) from None
+
+
+def _too_many_in_flight(schedule: Schedule, stage: int, own: Ledger) -> str:
+    """Why the policy of `own`, the ledger of `stage` on one worker, does not suit `schedule`."""
+    most = own.policy.most_in_flight
+    entering = (len(own.used) + 1) * len(schedule.owners[stage])
+    if most is None or entering <= most:
+        return ""
+    turns = ", because workers take turns" if schedule.period > 1 else ""
+    return (
+        f"{schedule.name} does not go with weights={own.policy.name!r}, which counts on at most "
+        f"{most} microbatches in flight at a stage: stage {stage} has {entering}{turns}; "
+    )
 
 
 def check_memory(schedule: Schedule, cap: float) -> None:
