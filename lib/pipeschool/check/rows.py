@@ -318,8 +318,9 @@ def _too_many_in_flight(schedule: Schedule, stage: int, own: Ledger) -> str:
     )
 
 
-def check_memory(schedule: Schedule, cap: float) -> None:
-    for worker, row in enumerate(schedule.workers):
+def check_memory(schedule: Schedule, caps: Sequence[float]) -> None:
+    """No worker holds more activations, in units of A, than its own of `caps`."""
+    for worker, (row, cap) in enumerate(zip(schedule.workers, caps, strict=True)):
         held = 0
         for action in row:
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
