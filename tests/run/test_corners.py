@@ -166,6 +166,27 @@ def test_a_declared_latency_does_not_count_as_a_standstill():
     assert result.trace.makespan > 3.0  # there and back
 
 
+def test_the_time_of_a_message_at_the_declared_bandwidth_does_not_count_as_a_standstill():
+    """A message of 2 x 6 float64 has 96 bytes at least: 1.5 s at 64 bytes a second, each way."""
+    result = ps.run(ps.gpipe(2, 1), linear_stages(2), [batch(2)], bandwidth=64, timeout=1.0)
+    assert result.trace.makespan > 2 * 1.5
+
+
+def test_who_sleeps_is_found_beside_a_declared_link():
+    x, y = batch(4)
+    x[2] = 99  # the first sample of microbatch 1
+    with pytest.raises(ps.RunError, match="worker 0 is stuck at 0F1 ") as caught:
+        ps.run(
+            ps.gpipe(2, 2),
+            [SleepsOn(), nn.Linear(6, 6).double()],
+            [(x, y)],
+            timeout=1.0,
+            latency=0.1,
+            bandwidth=1e3,
+        )
+    assert (caught.value.worker, caught.value.action) == (0, ps.F(0, 1))
+
+
 class Leaves(nn.Module):
     """Starts a process that outlives the run, and holds the worker's output open."""
 

@@ -73,7 +73,7 @@ def run(
     engine: ``pipeschool``, or ``torch``: the same schedule on PyTorch's own engine,
         ``torch.distributed.pipelining``, for synchronous schedules and equal microbatches.
     timeout: seconds without any progress after which a run counts as stuck. A worker that is
-        busy computing gets 15 times as long.
+        busy computing gets 15 times as long. Declared times, of `pace` and of links, do not count.
     nan_check: stop at the first NaN that a stage gives.
     seed: worker w seeds torch with seed + w.
     history: note the parameters after every update, see `Result.history`.

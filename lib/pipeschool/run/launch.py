@@ -133,7 +133,7 @@ def launch(
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     link = link_of(options)
-    patience = options.timeout + longest + options.latency  # what is declared is no standstill
+    patience = options.timeout + longest  # what is declared is no standstill
 
     def job(worker: int, rendezvous: str = "", part: int = 0) -> Job:
         mine = schedule.stages_of(worker)
