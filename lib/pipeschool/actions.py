@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import islice
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 MESSAGE_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -30,6 +32,7 @@ KIND_NAMES = {
     "SEND_B": "send of the gradients",
     "RECV_B": "receive of the gradients",
 }
+MOST_ACTIONS = 10_000  # of a worker for one microbatch: a row with more would never end
 
 
 class IllegalSchedule(ValueError):
@@ -125,6 +128,15 @@ def whole_number(name: str, value: object, at_least: int = 1) -> int:
     return number
 
 
+def a_schedule(value: object) -> None:
+    """ValueError where `value` is no schedule."""
+    if not isinstance(value, Schedule):
+        raise ValueError(
+            f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
+            f"not {type(value).__name__}"
+        )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One row of actions per worker, in the order in which that worker does them.
@@ -142,6 +154,9 @@ class Schedule:
         the gradients of all.
     chunks: stages into which a worker's share of one model is cut; where it is not given, as many
         as there are stages per worker.
+
+    What has another form than this raises ValueError, or `IllegalSchedule` where it is in a row.
+    Whether the schedule can be done is for `check` to say.
     """
 
     name: str
@@ -156,8 +171,22 @@ class Schedule:
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     def __post_init__(self) -> None:
-        if not self.updates_every:
-            object.__setattr__(self, "updates_every", self.m)
+        for name, least in (
+            ("p", 1),
+            ("m", 1),
+            ("batches", 1),
+            ("updates_every", 0),
+            ("chunks", 0),
+        ):
+            whole_number(name, getattr(self, name), least)
+        formed = {
+            "workers": _as_rows(self.workers, self.name, self.microbatches),
+            "updates_every": self.updates_every or self.m,
+            "replicas": _as_replicas(self.replicas),
+            "overlapped": _as_pairs(self.overlapped),
+        }
+        for name, value in formed.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
 
     @property
     def microbatches(self) -> int:
@@ -266,16 +295,24 @@ class Schedule:
         unless you say so. An asynchronous order is asked once, with all m * batches microbatches
         of the stream. `weights` is the name of a policy, or a subclass of `versions.Policy`.
 
+        Raises ValueError for arguments that do not fit, and where `order` fails or lists something
+        else than actions. Its NotImplementedError is let through: it is not written yet.
+
         >>> Schedule.from_workers(lambda w, p, m: [F(w, 0), B(w, 0)], p=2, m=1).workers[1]
         (Action(kind='F', stage=1, microbatch=0), Action(kind='B', stage=1, microbatch=0), \
 Action(kind='U', stage=1, microbatch=0))
         """
         p, m = whole_number("p", p), whole_number("m", m)
         batches = whole_number("batches", batches)
+        if not callable(order):
+            raise ValueError(
+                f"order must be a function order(worker, p, m) that lists the actions of a worker, "
+                f"not {_shown(order)}"
+            )
         label = str(name or getattr(order, "__name__", "my order"))
         stream = 1 if weights == "flush" else batches
         every = whole_number("updates_every", updates_every or (m if weights == "flush" else 1))
-        rows = [_as_row(order(worker, p, m * stream), label, worker) for worker in range(p)]
+        rows = [_asked(order, label, worker, p, m * stream) for worker in range(p)]
         if not any(action.kind == "U" for row in rows for action in row):
             rows = [with_updates(row, every) for row in rows]
         schedule = cls(
@@ -340,16 +377,121 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
     return peak
 
 
-def _as_row(actions: object, label: str, worker: int) -> list[Action]:
-    wanted = "it must return a list of actions such as [ps.F(0, 0), ps.B(0, 0)]"
-    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
-        raise ValueError(f"{label} returned {actions!r} for worker {worker}: {wanted}")
-    row = list(actions)
+def _asked(
+    order: Callable[[int, int, int], Iterable[Action]], label: str, worker: int, p: int, m: int
+) -> list[Action]:
+    """What `order` lists for `worker`, in the form of a row; ValueError where it is none."""
+    try:
+        row = _as_row(order(worker, p, m), label, worker, m, "returned", "it must return")
+    except (IllegalSchedule, NotImplementedError):
+        raise
+    except Exception as error:
+        failed = f"{type(error).__name__}: {_shown(error, str)}".removesuffix(": ")
+        raise ValueError(
+            f"{label} failed for worker {worker} of p={p}, m={m} with {failed}: order(worker, p, "
+            "m) must list the actions of that worker"
+        ) from error
     for item in row:
-        if not isinstance(item, Action):
-            raise ValueError(f"{label} listed {item!r} for worker {worker}: {wanted}")
         if item.kind not in KINDS:
             raise ValueError(f"{label} listed kind {item.kind!r}; allowed are {', '.join(KINDS)}")
         whole_number(f"the stage of {item}", item.stage, at_least=0)
         whole_number(f"the microbatch of {item}", item.microbatch, at_least=0)
+    return list(row)
+
+
+def _as_rows(workers: object, label: str, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """`workers` as one row of actions per worker; ValueError where it holds something else."""
+    if isinstance(workers, (str, Action)) or not isinstance(workers, Sequence):
+        raise ValueError(
+            f"workers must be a list with one row of actions per worker, such as [[ps.F(0, 0), "
+            f"ps.B(0, 0)]], not {_shown(workers)}"
+        )
+    return tuple(
+        _as_row(row, label, worker, microbatches, "has", "a row must be")
+        for worker, row in enumerate(workers)
+    )
+
+
+def _as_row(
+    actions: object, label: str, worker: int, microbatches: int, has: str, must: str
+) -> tuple[Action, ...]:
+    """`actions` as a row; IllegalSchedule where it is none. Whether there are such kinds, stages
+    and microbatches is not asked here."""
+    wanted = f"{must} a list of actions such as [ps.F(0, 0), ps.B(0, 0)]"
+    unlike = (str, Action, Set, Mapping)  # iterable, but no list of actions
+    if isinstance(actions, unlike) or not isinstance(actions, Iterable):
+        raise IllegalSchedule(
+            f"{label} {has} {_shown(actions)} for worker {worker}: {wanted}", worker
+        )
+    most = MOST_ACTIONS * microbatches
+    row = tuple(islice(actions, most + 1))
+    if len(row) > most:
+        raise IllegalSchedule(
+            f"{label} {has} more than {most} actions for worker {worker} and {microbatches} "
+            f"microbatches: {must} a list that comes to an end",
+            worker,
+        )
+    if _well_formed(row):
+        return row
+    for item in row:
+        if not isinstance(item, Action):
+            raise IllegalSchedule(
+                f"{label} listed {_shown(item)} for worker {worker}: {wanted}", worker
+            )
+        if not isinstance(item.kind, str):
+            raise IllegalSchedule(
+                f"{label} listed kind {_shown(item.kind)}; allowed are {', '.join(KINDS)}", worker
+            )
+        for name, value in (("stage", item.stage), ("microbatch", item.microbatch)):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise IllegalSchedule(
+                    f"the {name} of {_shown(item, str)} must be a whole number of at least 0, not "
+                    f"{_shown(value)}",
+                    worker,
+                )
     return row
+
+
+def _well_formed(row: Sequence[object]) -> bool:
+    """Quickly, for long rows: are these plain actions, of text and two ints?"""
+    if not {*map(type, row)} <= {Action}:
+        return False
+    return all(
+        {*map(type, map(itemgetter(place), row))} <= {plain}  # type: ignore[arg-type]  # see above
+        for place, plain in enumerate((str, int, int))
+    )
+
+
+def _as_replicas(replicas: object) -> tuple[tuple[int, ...], ...]:
+    """`replicas` as the workers of each stage; ValueError where it is something else."""
+    wrong = ValueError(
+        "replicas must list the workers of each stage by their numbers, such as ((0, 1), (2,)), "
+        f"not {_shown(replicas)}"
+    )
+    if isinstance(replicas, str) or not isinstance(replicas, Sequence):
+        raise wrong
+    for workers in replicas:
+        if isinstance(workers, str) or not isinstance(workers, Sequence):
+            raise wrong
+        if any(isinstance(w, bool) or not hasattr(w, "__index__") for w in workers):
+            raise wrong
+    return tuple(map(tuple, replicas))
+
+
+def _as_pairs(overlapped: Any) -> frozenset[tuple[Action, Action]]:
+    """`overlapped` as a set of pairs; ValueError where it is something else."""
+    pairs = overlapped if isinstance(overlapped, (Set, Sequence)) else [overlapped]
+    for pair in pairs:
+        actions = isinstance(pair, (tuple, list)) and all(isinstance(a, Action) for a in pair)
+        if not actions or len(pair) != 2:
+            raise ValueError(
+                "overlapped must be a set of pairs of actions, such as {(ps.F(0, 1), ps.B(0, 0))}, "
+                f"not {_shown(overlapped)}"
+            )
+    return frozenset((a, b) for a, b in pairs)
+
+
+def _shown(value: object, text: Callable[[object], str] = repr) -> str:
+    """`value` for a sentence: on one line, and not too long."""
+    line = " ".join(text(value).split())
+    return line if len(line) <= 100 else f"{line[:97]}..."

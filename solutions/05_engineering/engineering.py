@@ -211,7 +211,7 @@ for m in (4, 8, 32, 128):
 # %% [markdown]
 # Overlapped, all but the messages at the ends are hidden, however many there are. Without overlap, every worker pays for each of its own. And where the link is the slowest station, no overlap helps: send fewer bytes. Cut the model where it is narrow, or use bfloat16.
 #
-# So how does a worker overlap a *receive*? It asks early. On each link of `ps.run` a thread takes the next message off the wire while the worker computes. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
+# So how does a worker overlap a *receive*? It asks early. `ps.run` asks for the messages of a link ahead of time: a small one lands in its place while the worker computes, and once a link has carried a large one, a thread takes the next off the wire. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
 #
 # ### When 1F1B waits
 #
