@@ -313,7 +313,7 @@ wrong("choose")(
 @wrong("choose")
 def choose_half_of_the_devices(site):
     return {
-        "desk": (Mix(m=4, microbatch=8), "faster than a pipeline"),
+        "desk": (Mix(m=4, microbatch=8), "one device suffices"),
         "workstation": (Mix(data=4, m=4), "one device suffices"),
         "server": (Mix(pipeline=4, m=64), "must be cut"),
         "office": (Mix(pipeline=2, m=64), "faster than data parallel"),
