@@ -169,7 +169,7 @@ def ledger(schedule: Schedule, stage: int, worker: int) -> Ledger:
     """A fresh ledger for `stage` on `worker`, with the policy that `schedule` names; where that
     leaves no choice of versions, a quicker one."""
     if schedule.synchronous or not schedule.trains:
-        return OneVersion(Policy())
+        return OneVersion()
     policy = policy_named(schedule.weights)(stage, schedule.stages, schedule.updates_every)
     turns = schedule.microbatches_of(stage, worker)
     return Ledger(policy, first=turns.start, step=turns.step)
@@ -262,8 +262,11 @@ class Ledger:
         )
 
 
+@dataclass
 class OneVersion(Ledger):
     """The ledger of a stage that flushes before each update, or has none: there is no choice."""
+
+    policy: Policy = field(default_factory=Flush)
 
     def note(self, action: Action) -> tuple[int, int]:
         """The newest version; `Ledger` would find the same."""

@@ -88,6 +88,7 @@ def ring_step_by_step(layers, tensor, boundary):
 
 for _name, _function in {
     "ring_forward_only": lambda n, t, b: 2 * n * 2 * (t - 1) / t * b,
+    "ring_rounded_down": lambda n, t, b: n * 4 * (2 * (t - 1) // t) * b,
     "ring_one_round": lambda n, t, b: 4 * n * (t - 1) / t * b,
     "ring_whole_boundaries": lambda n, t, b: 4 * n * 2 * (t - 1) * b,
     "ring_of_all_devices": lambda n, t, b: 4 * n * 2 * (t - 1) / t * b * t,

@@ -86,6 +86,17 @@ class Sums(nn.Module):
         return x + self.one + (self.two + self.three)
 
 
+class Hidden(nn.Module):
+    """No weights, but something else that autograd follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.ones(8, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x), self.hidden * 2
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a weight twice in one step": TwiceInOneStep,
     "layers": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]),
@@ -93,6 +104,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nothing but sums": Sums,
     "no bias": lambda: nn.Linear(8, 8, bias=False),
     "no weights": lambda: nn.Tanh(),
+    "no weights, and yet a gradient": Hidden,
     "norms": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.BatchNorm1d(8)),
     "tied": Tied,
     "two outputs": TwoOutputs,

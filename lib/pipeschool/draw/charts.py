@@ -53,6 +53,7 @@ HATCH = "#c4c4c4"  # strokes over idle time, so that it shows on white paper
 VERSIONS = ("#8fc4ec", "#ffe08a", "#c4a6dc", "#c8efcf", "#ef9a86", "#efe9a0")
 LANES = 1.4  # how much taller a row with two lanes is
 BOX = 0.8  # height of a box; a row is 1
+LINE = 3.0  # points: an update that is narrower is drawn as a line
 BAR = 0.12  # and of the bar at the foot of a worker's last chunk
 
 WIDTH = 10.0  # all lengths in inches
@@ -326,10 +327,10 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
     points = axes.get_position().width * WIDTH * POINTS / axes.get_xlim()[1]  # per unit of time
     tallest = row_height(trace.p) * BOX * POINTS * 0.75
     chunks = chunks_of(trace)
-    for kind, colour in COLOURS.items():
-        spans = [span for span in trace.spans if span.action.kind == kind]
+    for kind, spans in _layers(trace, LINE / (factor * points)):
         if not spans:
             continue
+        colour = COLOURS[kind]
         ends = [((s.start - begin) * factor, (s.end - begin) * factor) for s in spans]
         boxes = [_box(*ends[i], span.worker) for i, span in enumerate(spans)]
         typical = median(right - left for left, right in ends) * points
@@ -363,6 +364,21 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
                     ha="center",
                     va="center_baseline",
                 )
+
+
+def _layers(trace: Trace, line: float) -> list[tuple[str, list[Span]]]:
+    """The spans by kind, in the order in which they are drawn.
+
+    In a paced run, which declares no time for updates, the clock of a forward may start while
+    gradients are still added up. So an update that takes longer than `line` seconds lies below the
+    other boxes, and a short one, which is a line, above them.
+    """
+    kinds: dict[str, list[Span]] = {kind: [] for kind in COLOURS}
+    below: list[Span] = []
+    for span in trace.spans:
+        kind = span.action.kind
+        (below if kind == "U" and span.seconds > line else kinds[kind]).append(span)
+    return [("U", below), *kinds.items()]
 
 
 def _box(left: float, right: float, worker: int) -> list[tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeschool.memory import Level
 from pipeschool.run.stage import Stage, Tensors
+from pipeschool.run.storage import address, parts
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,14 +110,3 @@ def size_of(values: Iterable[Any]) -> int:
     """Bytes of the tensors among `values`."""
     dense = (part for t in values if isinstance(t, Tensor) for part in parts(t))
     return sum(t.numel() * t.element_size() for t in dense)
-
-
-def parts(tensor: Tensor) -> Sequence[Tensor]:
-    """What memory holds of `tensor`: itself; of a sparse one, as an embedding's gradient may be,
-    the indices and the values."""
-    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-
-
-def address(tensor: Tensor) -> int:
-    """The same number for all views of the same memory."""
-    return int(tensor.untyped_storage()._cdata)

@@ -54,7 +54,10 @@ def gradients(
                 value.backward(torch.full_like(value, scale))
                 for parameter in parameters:
                     turns = sums[parameter]
-                    turns[k % len(turns)] = parameter.grad
+                    # Two may be in the same memory, where the graph goes on to views of both
+                    # weights, and the next microbatch's would be added to both.
+                    grad = parameter.grad
+                    turns[k % len(turns)] = None if grad is None else grad.clone()
             for parameter in parameters:
                 there = [total for total in sums[parameter] if total is not None]
                 parameter.grad = reduce(torch.add, there) if there else None

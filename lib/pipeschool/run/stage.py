@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.run.split import SplitBackward
+from pipeschool.run.storage import addresses
 from pipeschool.run.weights import Parameters, StageWeights, Version
 
 Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
@@ -27,6 +28,19 @@ class Flight:
     halves: SplitBackward | None = None  # between the two halves of a split backward
 
 
+class Shell(nn.Module):
+    """Around a module: lets `functional_call` put weights into it for anything, not its forward
+    alone."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``."""
+        return function(*args)
+
+
 class Stage:
     """The layers of one stage, and what its microbatches in flight wait for.
 
@@ -40,6 +54,8 @@ class Stage:
         self.module = module
         self.weights = weights
         self.recompute = recompute
+        self.shell = Shell(module)
+        self.has_buffers = next(module.buffers(), None) is not None
         self.in_flight: dict[int, Flight] = {}
 
     def forward(
@@ -87,10 +103,12 @@ class Stage:
         """
         flight = self.in_flight.pop(microbatch)
         outputs, starts = matched(flight, gradients)
-        if outputs:
-            torch.autograd.backward(outputs, starts)
-        self.weights.collect(version)
-        return tuple(leaf.grad for leaf in flight.leaves)
+        self.weights.lend(version)
+        if outputs:  # a checkpoint inside the module goes forward again, with the same weights
+            self._having(version.parameters, torch.autograd.backward, outputs, starts)
+        found = tuple(leaf.grad for leaf in flight.leaves)
+        self.weights.collect(version, found)
+        return found
 
     def backward_input(
         self, microbatch: int, version: Version, gradients: Tensors | float
@@ -98,7 +116,10 @@ class Stage:
         """The first half of a split backward: gradients of the stage's inputs."""
         flight = self.in_flight[microbatch]
         starts = matched(flight, gradients)
-        flight.halves = SplitBackward(*starts, flight.leaves, list(version.parameters.values()))
+        weights = list(version.parameters.values())
+        flight.halves = self._having(
+            version.parameters, SplitBackward, *starts, flight.leaves, weights
+        )
         flight.outputs = ()
         return flight.halves.inputs
 
@@ -106,19 +127,30 @@ class Stage:
         """The second half: gradients of the weights, which are collected."""
         halves = self.in_flight.pop(microbatch).halves
         assert halves is not None
-        halves.weight_half()
-        self.weights.collect(version)
+        self.weights.lend(version)
+        self._having(version.parameters, halves.weight_half)
+        self.weights.collect(version, halves.inputs)
 
     def _call(
         self, version: Version, inputs: tuple[Tensor, ...], buffers: Parameters | None = None
     ) -> tuple[Tensor, ...]:
-        """The module's outputs with the weights of `version`, and other `buffers` than its own."""
-        if buffers or version.parameters is not self.weights.current:
-            state = version.parameters | (buffers or {})
-            result = functional_call(self.module, state, inputs)
-        else:
-            result = self.module(*inputs)
-        return as_tensors(result, f"stage {self.index}")
+        """The module's outputs with the weights of `version`, and other `buffers` than its own.
+
+        A buffer among them is copied: the next forward may change it before it has been used.
+        """
+        state = version.parameters | buffers if buffers else version.parameters
+        outputs = as_tensors(self._having(state, self.module, *inputs), f"stage {self.index}")
+        if not self.has_buffers:
+            return outputs
+        kept = addresses(self.module.buffers())
+        return tuple(out.clone() if kept & addresses([out]) else out for out in outputs)
+
+    def _having(self, state: Parameters, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)`` while the module has the weights and buffers of `state`."""
+        if state is self.weights.current:
+            return function(*args)
+        named = {f"module.{name}": value for name, value in state.items()}
+        return functional_call(self.shell, named, (function, *args))
 
     def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
         """`compute` once more later, with the same random numbers (a dropout must not change),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
+from pipeschool.run.storage import addresses
 from pipeschool.run.tensor import local, move, whole
 from pipeschool.versions import Ledger, OneVersion
 
@@ -80,18 +81,29 @@ class StageWeights:
         self._drop()
         return version
 
-    def collect(self, version: Version) -> None:
-        """After a backward on `version`: add its gradients to those of the next update."""
-        own = version.parameters is self.current
+    def lend(self, version: Version) -> None:
+        """Before a backward on `version`: let autograd add to the gradients of the next update."""
         for name, parameter in version.parameters.items():
-            if parameter.grad is None:
+            parameter.grad = self.gradients.get(name)
+
+    def collect(self, version: Version, passed_on: Iterable[Tensor | None]) -> None:
+        """After that backward: take them back.
+
+        Nothing else may be in their memory, since later ones are added there. Autograd lets leaves
+        share it where the graph goes on to views of them: weights with each other, or with the
+        inputs, whose gradients are `passed_on`.
+        """
+        taken = addresses(passed_on)
+        for name, parameter in version.parameters.items():
+            if (gradient := parameter.grad) is None:
                 continue
-            if own or name not in self.gradients:
-                self.gradients[name] = parameter.grad
-            else:
-                self.gradients[name] += parameter.grad
-            if not own:  # otherwise autograd goes on adding to it
-                parameter.grad = None
+            if name not in self.gradients:
+                here = addresses([gradient])
+                if here & taken:
+                    gradient = gradient.clone()
+                taken |= here
+            self.gradients[name] = gradient
+            parameter.grad = None
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""
@@ -114,6 +126,15 @@ class StageWeights:
         self.versions[number] = self._view()
         self._drop()
         return Version(number, self.held, self.versions[number])
+
+    @property
+    def hooked(self) -> str | None:
+        """Name of a parameter with a hook on its gradient, if there is one."""
+        for version in (self.current, *self.versions.values()):
+            for name, p in version.items():
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    return name
+        return None
 
     @property
     def bytes(self) -> int:
@@ -155,7 +176,8 @@ class StageWeights:
                     del self.versions[number]
 
     def _view(self) -> Parameters:
-        """The current values as leaves of their own; `.data` leaves the version counter behind."""
+        """The current values as leaves of their own (`.data` leaves the version counter behind), or
+        where there is only one version, the parameters themselves."""
         if isinstance(self.ledger, OneVersion):
             return self.current
         return {

@@ -40,6 +40,10 @@ class Worker:
         self.transport = transport
         self.wait_on_link = wait_on_link
         self.report = Report()
+        # A hook listens to the parameter itself, not to versions of it; of a split backward it may
+        # hear twice.
+        splits = any(a.kind == "I" for row in job.schedule.workers for a in row)
+        self.hears_hooks = job.schedule.synchronous and not splits
         self.last_stage = job.schedule.stages - 1
         self.stages = {}
         for index, module in job.modules.items():
@@ -92,7 +96,8 @@ class Worker:
             seconds = self.job.pace[action.kind][action.stage]
             start, end = self.keep_pace(seconds, self.clock.seconds(start))
         if self.meter:
-            self.transport.settle()
+            if self.job.backend == "gloo":  # what has left must not count; NCCL could stand still
+                self.transport.settle()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
         self.done.append((action, start, end, version.number, version.held, size))
 
@@ -157,6 +162,11 @@ class Worker:
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
+        if not self.hears_hooks and (name := weights.hooked):
+            raise ValueError(
+                f"parameter {name} of stage {action.stage} has a hook on its gradient, which is "
+                "called as it should be only in a schedule that flushes and splits no backward"
+            )
         self.transport.sum_over_replicas(action.stage, weights.gradients, weights.current)
         self.sum_ties(action)
         version = weights.update(action)
