@@ -124,6 +124,17 @@ def test_weight_versions_and_optimizer_state_are_told_apart():
         assert row[-1].optimizer == 2 * size + 4  # two moments, and a count of steps
 
 
+@pytest.mark.parametrize(("build", "in_flight"), [(ps.gpipe, 4), (ps.one_f_one_b, 2)])
+def test_buffers_are_the_inputs_in_flight_and_the_gradient_that_has_just_come(build, in_flight):
+    """On a worker in the middle; the last one gets no gradient, and the first no input."""
+    stages, batch = deep(3, 4)
+    trace = ps.run(build(3, 4), stages, [batch], memory=True).trace
+    first, middle, last = (max(level.buffers for level in row) for row in trace.memory)
+    assert first == 2 * MB
+    assert middle == (in_flight + 1) * 2 * MB
+    assert last == (4 if build is ps.gpipe else 1) * 2 * MB
+
+
 def test_what_was_sent_is_let_go():
     """A stage that recomputes keeps nothing of its outputs: 1F1B holds no more at the end of a long
     batch than at its beginning."""
