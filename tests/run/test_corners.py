@@ -78,6 +78,46 @@ def test_replicas_sum_the_parameters_that_only_some_of_them_use(marked):
     assert error_of(schedule, [Choice()], [(x, y)], replicas=[2], optimizer=sgd) == 0.0
 
 
+class Looks(nn.Module):
+    """Looks up a word, as the input says; and, as it says, uses the whole table besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 6, sparse=True).double()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if x[0, 0] > 0:
+            y = y + self.table(torch.arange(len(x)) + 1)
+        return y + self.table.weight.sum() if x[0, 1] > 0 else y
+
+
+@pytest.mark.parametrize("dense", [[], [0], [1], [1, 2]])
+@pytest.mark.parametrize("sparse", [[], [0], [3], [0, 1, 2, 3]])
+def test_replicas_sum_gradients_that_are_sparse_on_some_of_them(sparse, dense):
+    torch.manual_seed(0)
+    x, y = batch(8)
+    x[:, :2] = -1.0
+    for k in sparse:  # two samples per microbatch
+        x[2 * k, 0] = 1.0
+    for k in dense:
+        x[2 * k, 1] = 1.0
+    schedule = ps.replicate(ps.one_f_one_b(1, 2), 2)
+    stages, data = [Looks()], [(x, y), (x, y)]
+    expected = reference.gradients(stages, data, 4, optimizer=plain, replicas=[2])
+    found = ps.run(schedule, stages, data, optimizer=plain).gradients
+    assert reference.max_error(found, expected) == 0.0
+    if sparse or dense:
+        assert found[0]["table.weight"].is_sparse is not bool(dense)
+    else:
+        assert set(found[0]) == {"layer.weight", "layer.bias"}
+
+
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 class Counts(nn.Module):
     """What it gives depends on a buffer that it changes."""
 

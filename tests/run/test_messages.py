@@ -50,6 +50,17 @@ def test_a_packet_gives_back_what_was_put_in(dtype: torch.dtype, shape: tuple[in
         assert came.equal(sent)
 
 
+@pytest.mark.parametrize("dtype", packet.DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_column_of_one_number_or_none_is_as_good_as_any_tensor(
+    dtype: torch.dtype, rows: int
+) -> None:
+    column, spread = of(dtype, 2, 3)[:rows, 1], of(dtype, 1)[0].expand(rows, 1)
+    _, read = there_and_back(column, spread)
+    assert read.tensors is not None
+    assert [t.tolist() for t in read.tensors if t is not None] == [column.tolist(), spread.tolist()]
+
+
 def test_what_comes_out_of_a_packet_has_memory_of_its_own() -> None:
     packed, read = there_and_back(of(torch.float32, 4), of(torch.float32, 4))
     assert read.tensors is not None

@@ -57,6 +57,37 @@ def test_a_tied_model_trains_to_the_weights_of_one_process(schedule, pairs, opti
         assert torch.equal(trained[one], trained[other])
 
 
+class Scaled(nn.Module):
+    """A layer, and a weight that it may use or not."""
+
+    def __init__(self, uses: bool):
+        super().__init__()
+        self.layer, self.uses = nn.Linear(6, 6).double(), uses
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale if self.uses else self.layer(x)
+
+
+@pytest.mark.parametrize("uses", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("schedule", [ps.gpipe(2, 2), ps.looped_bfs(1, 2, v=2)])
+def test_a_tied_parameter_that_no_stage_uses_has_no_gradient_and_does_not_decay(schedule, uses):
+    torch.manual_seed(0)
+    stages = [Scaled(use) for use in uses]
+    stages[1].scale = stages[0].scale
+
+    def decaying(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5)
+
+    data = [batch(4, seed=seed) for seed in range(2)]
+    result = ps.run(schedule, stages, data, optimizer=decaying)
+    expected = reference.gradients(stages, data, 2, optimizer=decaying)
+    assert reference.max_error(result.gradients, expected) == 0.0
+    for state, found in zip(result.state_dicts, result.gradients, strict=True):
+        assert ("scale" in found) is any(uses)
+        assert torch.equal(state["scale"], stages[0].scale) is not any(uses)
+
+
 def test_the_reference_keeps_shared_parameters_shared():
     stages, data = tied_stages(3, [(0, 2)]), [batch(8), batch(8, seed=1)]
     expected = reference.gradients(stages, data, 4, optimizer=sgd)

@@ -236,6 +236,9 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
     refused("hasty must end every batch of m=2 in one update", every)
     uneven = by_hand(["0F0 2F0 2B0 0B0", "1F0 1B0"], m=1)
     refused("has 3 on 2", uneven, [batch(2)])
+    frozen = [linear_stages(2)[0].requires_grad_(False), linear_stages(2)[1]]
+    with pytest.raises(ValueError, match="as in zb_h1, and stage 0 has nothing to train"):
+        ps.run(ps.zb_h1(2, 2), frozen, [batch(4)], engine="torch")
     with pytest.raises(ValueError, match="engine must be one of pipeschool, torch, not 'jax'"):
         ps.run(ps.gpipe(p=2, m=2), linear_stages(2), [batch(4)], engine="jax")
 

@@ -128,7 +128,7 @@ def launch(
     inputs, targets, scales = cut(data, schedule)
     backend, devices = choose_device(options.device, processes)
     if options.engine != "pipeschool":
-        refuse(given, inputs, targets, options, backend, devices)
+        refuse(given, stages, inputs, targets, options, backend, devices)
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0

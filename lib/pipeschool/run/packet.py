@@ -75,7 +75,9 @@ def pack(header: list[int], payload: list[Tensor], inline: bool) -> Packed:
         return Packed(packet, payload, sum(sizes))
     room = memoryview(packet)
     for tensor, size in zip(payload, sizes, strict=True):
-        room[at : at + size] = tensor.reshape(-1).view(torch.uint8).numpy().data
+        # Not `reshape`: it leaves one number of a column with the stride of that column.
+        row = tensor.as_strided((tensor.numel(),), (1,))
+        room[at : at + size] = row.view(torch.uint8).numpy().data
         at += aligned(size)
     return Packed(packet, [], sum(sizes))
 

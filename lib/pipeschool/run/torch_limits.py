@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.run.stage import Tensors, describe
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def refuse(
     schedule: Schedule,
+    stages: Sequence[nn.Module],
     inputs: Sequence[Tensors],
     targets: Sequence[Any],
     options: Options,
@@ -57,6 +58,12 @@ def refuse(
         raise ValueError(
             f"engine='torch' needs the same number of stages on every worker, and {schedule.name} "
             f"has {schedule.stages} on {schedule.p}"
+        )
+    splits = any(action.kind == "I" for row in schedule.workers for action in row)
+    if splits and not any(weight.requires_grad for weight in stages[0].parameters()):
+        raise ValueError(
+            "engine='torch' gives no gradients to a stage whose input has none where a backward "
+            f"is split, as in {schedule.name}, and stage 0 has nothing to train"
         )
     for name in ("nan_check", "recompute", "memory"):
         given = getattr(options, name)

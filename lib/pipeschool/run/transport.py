@@ -27,7 +27,7 @@ from pipeschool.run.inbox import Arrived, Inbox
 from pipeschool.run.outbox import Outbox
 from pipeschool.run.packet import Packed
 from pipeschool.run.stage import Tensors
-from pipeschool.run.tensor import local
+from pipeschool.run.sums import add_up_over
 from pipeschool.run.ties import Tie
 
 made: list[Any] = []  # the process groups of the run under way
@@ -139,20 +139,9 @@ class Transport:
     def sum_over_replicas(
         self, stage: int, gradients: dict[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> None:
-        """Add to `gradients` those of the other workers that take turns at `stage`, if any do.
-
-        Not all of its `parameters` need have one on every worker: a layer may have sent the
-        microbatches of one another way than those of the others.
-        """
-        if not (group := self.replicas.get(stage)):
-            return
-        owners = torch.tensor([int(name in gradients) for name in parameters], device=self.wire)
-        add_up(owners, group)
-        for (name, parameter), count in zip(parameters.items(), owners.tolist(), strict=True):
-            if count:
-                if name not in gradients:
-                    gradients[name] = torch.zeros_like(parameter)
-                add_up(local(gradients[name]), group)
+        """Add to `gradients` those of the other workers that take turns at `stage`, if any do."""
+        if group := self.replicas.get(stage):
+            add_up_over(group, gradients, parameters, self.wire)
 
     def meet_for(self, ties: Sequence[Tie]) -> None:
         """Make a group for the workers of each of `ties`: all workers do, in the same order."""
@@ -161,10 +150,12 @@ class Transport:
             workers = sorted({self.schedule.owner(stage, 0) for stage, _ in tie})
             self.ties.append(new_group(workers) if len(workers) > 1 else None)
 
-    def sum_over_tie(self, number: int, gradient: Tensor) -> None:
-        """Add to `gradient` that of the other workers that have this parameter."""
+    def sum_over_tie(
+        self, number: int, gradients: dict[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Add to `gradients` that of the other workers that have this parameter."""
         if group := self.ties[number]:
-            add_up(gradient, group)
+            add_up_over(group, gradients, parameters, self.wire)
 
     def settle(self) -> None:
         """Wait until everything sent has left. In the middle of a run only if `prompt`."""
@@ -201,8 +192,3 @@ def end_groups() -> None:
     """Close the connections of a run that is over for everybody, where the process lives on."""
     while made:
         dist.destroy_process_group(made.pop())
-
-
-def add_up(tensor: Tensor, group: Any) -> None:
-    """Let `tensor` be the sum of what all workers of `group` have in its place."""
-    guarded(dist.all_reduce, tensor, dist.ReduceOp.SUM, group)

@@ -127,14 +127,16 @@ class StageWeights:
         self._drop()
         return Version(number, self.held, self.versions[number])
 
-    @property
-    def hooked(self) -> str | None:
-        """Name of a parameter with a hook on its gradient, if there is one."""
+    def refuse_hooks(self, stage: int) -> None:
+        """ValueError where somebody listens to a gradient, and might hear it twice or not at all:
+        versions of a weight have no hooks, and halves of a backward call them both."""
         for version in (self.current, *self.versions.values()):
             for name, p in version.items():
                 if p._backward_hooks or p._post_accumulate_grad_hooks:
-                    return name
-        return None
+                    raise ValueError(
+                        f"parameter {name} of stage {stage} has a hook on its gradient: that goes "
+                        "only with a schedule that flushes and splits no backward"
+                    )
 
     @property
     def bytes(self) -> int:

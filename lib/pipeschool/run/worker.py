@@ -17,6 +17,7 @@ from pipeschool.run.job import Failure, Job, Report
 from pipeschool.run.live import Meter
 from pipeschool.run.packet import Packed
 from pipeschool.run.stage import Stage, Tensors, checked_loss, describe
+from pipeschool.run.sums import add_up
 from pipeschool.run.tensor import parallelize
 from pipeschool.run.transport import Transport
 from pipeschool.run.weights import StageWeights, Update, Version, on_cpu
@@ -40,9 +41,7 @@ class Worker:
         self.transport = transport
         self.wait_on_link = wait_on_link
         self.report = Report()
-        # A hook listens to the parameter itself, not to versions of it; of a split backward it may
-        # hear twice.
-        splits = any(a.kind == "I" for row in job.schedule.workers for a in row)
+        splits = any(action.kind == "I" for action in job.schedule.workers[rank])
         self.hears_hooks = job.schedule.synchronous and not splits
         self.last_stage = job.schedule.stages - 1
         self.stages = {}
@@ -162,11 +161,8 @@ class Worker:
     def update(self, action: Action) -> Version:
         """New weights from the gradients since the last update; noted where the caller asks."""
         weights = self.stages[action.stage].weights
-        if not self.hears_hooks and (name := weights.hooked):
-            raise ValueError(
-                f"parameter {name} of stage {action.stage} has a hook on its gradient, which is "
-                "called as it should be only in a schedule that flushes and splits no backward"
-            )
+        if not self.hears_hooks:
+            weights.refuse_hooks(action.stage)
         self.transport.sum_over_replicas(action.stage, weights.gradients, weights.current)
         self.sum_ties(action)
         version = weights.update(action)
@@ -184,12 +180,13 @@ class Worker:
             here = [(self.stages[s].weights, name) for s, name in tie if s in self.stages]
             if not here:
                 continue
-            total = torch.zeros_like(here[0][0].current[here[0][1]])
+            first, its_name = here[0]
+            found = [w.gradients[name] for w, name in here if name in w.gradients]
+            total = {its_name: add_up(found)} if found else {}
+            self.transport.sum_over_tie(number, total, {its_name: first.current[its_name]})
             for weights, name in here:
-                total += weights.gradients.get(name, 0.0)
-            self.transport.sum_over_tie(number, total)
-            for weights, name in here:
-                weights.gradients[name] = total.clone()
+                if total:
+                    weights.gradients[name] = total[its_name].clone()
 
     def take(self, receive: str, action: Action) -> Tensors:
         """What `action` works on: data, a message, or what a neighbour stage here has left."""
