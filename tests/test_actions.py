@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count, cycle
 
 import pipeschool as ps
 import pytest
@@ -157,6 +158,160 @@ def test_an_order_that_returns_something_else_is_told_what_to_return(
         Schedule.from_workers(broken, p=2, m=1)  # type: ignore[arg-type]
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
+
+
+def fails(worker: int, p: int, m: int) -> list[Action]:
+    return [F(1 // (1 - worker), 0), B(worker, 0)]
+
+
+def never_ends(worker: int, p: int, m: int) -> Iterator[Action]:
+    return (F(worker, k) for k in count())
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (
+            fails,
+            "fails failed for worker 1 of p=2, m=3 with ZeroDivisionError: integer division or "
+            "modulo by zero: order(worker, p, m) must list the actions of that worker",
+        ),
+        (
+            lambda worker: [],
+            "<lambda> failed for worker 0 of p=2, m=3 with TypeError: <lambda>() takes 1 "
+            "positional argument but 3 were given: order(worker, p, m) must list the actions of "
+            "that worker",
+        ),
+        (
+            never_ends,
+            "never_ends returned more than 30000 actions for worker 0 and 3 microbatches: "
+            "it must return a list that comes to an end",
+        ),
+        (lambda w, p, m: {F(w, 0), B(w, 0)}, "<lambda> returned {Action("),
+        (
+            [[F(0, 0)]],
+            "order must be a function order(worker, p, m) that lists the actions of a worker, not "
+            "[[Action(kind='F', stage=0, microbatch=0)]]",
+        ),
+    ],
+)
+def test_an_order_that_cannot_be_asked_is_told_what_it_must_do(order: object, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Schedule.from_workers(order, p=2, m=3)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_error_of_an_order_is_kept_as_the_cause() -> None:
+    with pytest.raises(ValueError) as caught:
+        Schedule.from_workers(fails, p=2, m=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_order_that_is_not_written_yet_says_so() -> None:
+    def stub(worker: int, p: int, m: int) -> list[Action]:
+        raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        Schedule.from_workers(stub, p=2, m=1)
+
+
+def test_an_order_may_be_a_generator() -> None:
+    def order(worker: int, p: int, m: int) -> Iterator[Action]:
+        yield F(worker, 0)
+        yield B(worker, 0)
+
+    assert rows(Schedule.from_workers(order, p=2, m=1)) == ["0F0 0B0 0U0", "1F0 1B0 1U0"]
+
+
+GOOD_ROW = [F(0, 0), B(0, 0), U(0, 0)]
+ROW = "a row must be a list of actions such as [ps.F(0, 0), ps.B(0, 0)]"
+ROWS = "such as [[ps.F(0, 0), ps.B(0, 0)]]"
+REPLICAS = (
+    "replicas must list the workers of each stage by their numbers, such as ((0, 1), (2,)), not "
+)
+OVERLAPPED = (
+    "overlapped must be a set of pairs of actions, such as {(ps.F(0, 1), ps.B(0, 0))}, not "
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"p": 1.0}, "p must be a whole number of at least 1, not 1.0"),
+        ({"p": 0}, "p must be at least 1, not 0"),
+        ({"m": "1"}, "m must be a whole number of at least 1, not '1'"),
+        ({"m": None}, "m must be a whole number of at least 1, not None"),
+        ({"batches": True}, "batches must be a whole number of at least 1, not True"),
+        ({"updates_every": 0.5}, "updates_every must be a whole number of at least 0, not 0.5"),
+        ({"chunks": -1}, "chunks must be at least 0, not -1"),
+        (
+            {"workers": None},
+            f"workers must be a list with one row of actions per worker, {ROWS}, not None",
+        ),
+        (
+            {"workers": {0: GOOD_ROW[:1]}},
+            f"workers must be a list with one row of actions per worker, {ROWS}, not "
+            "{0: [Action(kind='F', stage=0, microbatch=0)]}",
+        ),
+        ({"workers": [None]}, f"mine has None for worker 0: {ROW}"),
+        ({"workers": ["0F0"]}, f"mine has '0F0' for worker 0: {ROW}"),
+        ({"workers": GOOD_ROW}, f"mine has {GOOD_ROW[0]!r} for worker 0: {ROW}"),
+        ({"workers": [GOOD_ROW, ["0F0"]]}, f"mine listed '0F0' for worker 1: {ROW}"),
+        ({"workers": [[("F", 0, 0)]]}, f"mine listed ('F', 0, 0) for worker 0: {ROW}"),
+        (
+            {"workers": [[Action(5, 0, 0)]]},  # type: ignore[arg-type]
+            "mine listed kind 5; allowed are F, B, I, W, U, SEND_F, RECV_F, SEND_B, RECV_B",
+        ),
+        (
+            {"workers": [[F("0", 0)]]},  # type: ignore[arg-type]
+            "the stage of 0F0 must be a whole number of at least 0, not '0'",
+        ),
+        (
+            {"workers": [[*GOOD_ROW, F(0, None)]]},  # type: ignore[arg-type]
+            "the microbatch of 0FNone must be a whole number of at least 0, not None",
+        ),
+        (
+            {"workers": [cycle(GOOD_ROW)]},
+            "mine has more than 10000 actions for worker 0 and 1 microbatches: a row must be a "
+            "list that comes to an end",
+        ),
+        ({"replicas": 1}, REPLICAS + "1"),
+        ({"replicas": (0, 1)}, REPLICAS + "(0, 1)"),
+        ({"replicas": (("0",),)}, REPLICAS + "(('0',),)"),
+        ({"overlapped": 1}, OVERLAPPED + "1"),
+        ({"overlapped": [(F(0, 0),)]}, OVERLAPPED + f"[({F(0, 0)!r},)]"),
+    ],
+)
+def test_a_schedule_of_another_form_is_refused_by_what_is_wrong(
+    fields: dict[str, object], says: str
+) -> None:
+    sizes = {"name": "mine", "p": 1, "m": 1, "workers": [GOOD_ROW]}
+    with pytest.raises(ValueError) as caught:
+        ps.check(Schedule(**{**sizes, **fields}))  # type: ignore[arg-type]
+    assert str(caught.value) == says
+
+
+def test_a_long_value_is_named_in_short() -> None:
+    with pytest.raises(ValueError) as caught:
+        Schedule("mine", 1, 1, [["x" * 10_000]])  # type: ignore[arg-type]
+    assert str(caught.value) == f"mine listed '{'x' * 96}... for worker 0: {ROW}"
+
+
+def test_rows_may_be_lists_and_numbers_those_of_other_libraries() -> None:
+    numpy = pytest.importorskip("numpy")
+    row = [kind(numpy.int64(0), numpy.int64(0)) for kind in (F, B, U)]
+    schedule = ps.check(Schedule("mine", 1, 1, [row]))  # type: ignore[arg-type]
+    assert schedule == Schedule("mine", 1, 1, (tuple(GOOD_ROW),))
+
+
+@pytest.mark.parametrize("use", [ps.check, ps.simulate, ps.lower])
+def test_what_is_no_schedule_is_refused(use: Callable[[object], object]) -> None:
+    with pytest.raises(ValueError) as caught:
+        use("gpipe")
+    assert str(caught.value) == (
+        "schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), not str"
+    )
 
 
 @pytest.mark.parametrize("argument", ["p", "m", "batches"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -328,10 +329,40 @@ def test_activations_stay_until_the_weight_half() -> None:
     ps.check(schedule_of("0F0 0I0 0W0 0F1 0I1 0W1 0U0"), memory_cap=1)
 
 
-@pytest.mark.parametrize("cap", ["4", float("nan"), -1, True, [4]])
-def test_a_cap_that_is_no_number_is_refused(cap: object) -> None:
+def test_every_worker_may_have_a_cap_of_its_own() -> None:
+    """1F1B holds p - s microbatches on worker s: 4, 3, 2, 1."""
+    schedule = ps.one_f_one_b(4, 8)
+    ps.check(schedule, memory_cap=[4, 3, 2, 1])
+    ps.check(schedule, memory_cap=(math.inf, 3, 2.5, 1))
+    error = refused(schedule, memory_cap=[4, 3, 1, 1])
+    assert str(error) == (
+        f"worker 2 holds the activations of 2 microbatches at {F(2, 1).describe()}, and the cap "
+        "is 1"
+    )
+    assert (error.worker, error.action) == (2, F(2, 1))
+
+
+def test_caps_may_be_an_array() -> None:
+    numpy = pytest.importorskip("numpy")
+    ps.check(ps.gpipe(2, 3), memory_cap=numpy.array([3, 3]))
+    assert refused(ps.gpipe(2, 3), memory_cap=numpy.array([3, 2])).action == F(1, 2)
+
+
+@pytest.mark.parametrize("caps", [[], [4], [4, 4, 4]])
+def test_a_list_of_caps_has_one_for_each_worker(caps: list[int]) -> None:
     with pytest.raises(ValueError) as caught:
-        ps.check(ps.gpipe(2, 2), memory_cap=cap)  # type: ignore[arg-type]
+        ps.check(ps.gpipe(2, 2), memory_cap=caps)
+    assert str(caught.value) == (
+        f"memory_cap needs one number, or one per worker: 2, not {len(caps)}"
+    )
+    assert not isinstance(caught.value, IllegalSchedule)
+
+
+@pytest.mark.parametrize("cap", ["4", float("nan"), -1, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_cap_that_is_no_number_is_refused(cap: object, several: bool) -> None:
+    with pytest.raises(ValueError) as caught:
+        ps.check(ps.gpipe(2, 2), memory_cap=[2, cap] if several else cap)  # type: ignore[arg-type]
     assert str(caught.value) == f"memory_cap must be a number, 0 or more, not {cap!r}"
     assert not isinstance(caught.value, IllegalSchedule)
 

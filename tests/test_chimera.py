@@ -94,6 +94,12 @@ def test_a_microbatch_belongs_to_one_worker():
         ps.check(wrong)
 
 
+def test_a_kind_that_there_is_not_is_named_here_too():
+    wrong = two_stages([*DOWN, ps.Action("X", 0, 0), *IN_ORDER], [*UP, *IN_ORDER])
+    with pytest.raises(ps.IllegalSchedule, match="worker 0 lists 0X0, but kinds are F, B, I, W"):
+        ps.check(wrong)
+
+
 def test_a_missing_backward_of_one_copy_is_found():
     broken = two_stages([*DOWN[:2], DOWN[3], *IN_ORDER], [*UP, *IN_ORDER])
     with pytest.raises(ps.IllegalSchedule, match="worker 0 never does 1B1"):

@@ -81,6 +81,25 @@ def test_bars_mark_the_later_stages_of_a_worker_the_higher_the_later() -> None:
     assert "a later stage of its worker" in [text.get_text() for text in legend.get_texts()]
 
 
+def order_of_drawing(chart: draw.Chart, ends: list[tuple[float, float]]) -> list[int]:
+    """For each box from one time to another: the number of the layer that it is in."""
+    found = {}
+    for number, collection in enumerate(chart.axes[0].collections):
+        for path in collection.get_paths():
+            found[path.vertices[:, 0].min(), path.vertices[:, 0].max()] = number
+    return [found[pair] for pair in ends]
+
+
+def test_a_forward_beside_a_long_update_is_not_hidden_by_it() -> None:
+    actions = (ps.F(0, 0), ps.B(0, 0), ps.U(0, 0), ps.F(0, 1), ps.B(0, 1), ps.U(0, 1))
+    ends = [(0.0, 1.0), (1.0, 3.0), (3.0, 6.0), (3.5, 5.0), (6.0, 8.0), (8.0, 8.001)]
+    spans = tuple(ps.Span(0, action, *pair) for action, pair in zip(actions, ends, strict=True))
+    trace = replace(predicted("pipedream", p=1, m=2), spans=spans)
+    forward, backward, long, beside, _, short = order_of_drawing(draw.gantt(trace), ends)
+    assert long < forward == beside
+    assert short > backward
+
+
 def test_gantt_names_workers_from_the_top_and_says_its_units() -> None:
     (axes,) = draw.gantt(predicted(p=3)).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [

@@ -62,6 +62,30 @@ def test_wrong_numbers_are_refused(replicas, m, weights, message):
         ps.round_robin(replicas, m, weights=weights)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "worker", "microbatch", "in_flight"), [([2, 1], 1, 3, 4), ([1, 2], 0, 3, 4)]
+)
+def test_vertical_sync_does_not_go_with_turns(replicas, worker, microbatch, in_flight):
+    """It wants version (k - 1) // 2 at microbatch k: 1 at number 3. Two stages in line would have
+    two microbatches in flight; here stage 0 takes in four before its first backward."""
+    schedule = ps.round_robin(replicas, 8, weights="vertical_sync")
+    with pytest.raises(ps.IllegalSchedule) as caught:
+        ps.check(schedule)
+    assert str(caught.value) == (
+        "round_robin does not go with weights='vertical_sync', which counts on at most 2 "
+        f"microbatches in flight at a stage: stage 0 has {in_flight}, because workers take turns; "
+        f"worker {worker}: 0F{microbatch} (forward of microbatch {microbatch} on stage 0) asks for "
+        "weight version 1, but the stage holds only 0"
+    )
+    assert caught.value.worker == worker
+    assert caught.value.action == ps.F(0, microbatch)
+
+
+def test_vertical_sync_goes_with_one_worker_each_and_with_one_stage():
+    for replicas in ([1, 1, 1], [3]):
+        ps.check(ps.round_robin(replicas, 12, weights="vertical_sync"))
+
+
 LINES = [
     ps.one_f_one_b(4, 8),
     ps.gpipe(3, 5, batches=2),

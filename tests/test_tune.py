@@ -14,6 +14,7 @@ import pipeschool as ps
 import pytest
 from pipeschool.tune import (
     DoesNotFit,
+    Probe,
     even_cuts,
     tune,
     tune_microbatches,
@@ -325,6 +326,26 @@ def test_workers() -> None:
         for m, throughput, *_ in tuning.probes:
             least = (m + p - 1) * (30 + 0.15 * 16 / m * 4 / p) / 1000
             assert throughput <= 16 / least * 1.001
+
+
+def test_numbers_of_workers_without_a_schedule_are_skipped_and_named() -> None:
+    """Chimera wants p to be even; 2 is then all there is up to 3, and m even as well."""
+    model, batch = line(3)
+    found = tune_workers("chimera", model, batch, repeats=1, limit=2)
+    why = "not run: p must be even for chimera, not {}: half goes each way"
+    assert found.probes[:2] == tuple(Probe(p, None, 0.0, False, why.format(p)) for p in (1, 3))
+    assert [probe.value for probe in found.probes[2:]] == [2] == list(found.inner)
+    assert found.best == found.probes[2] and found.best.throughput is not None
+    assert found.sweep == 16
+    assert "3             -             -  not run: p must be even for chimera" in str(found)
+
+
+def test_a_schedule_without_any_number_of_workers_is_refused_as_it_refuses() -> None:
+    model, batch = line(1)
+    with pytest.raises(ValueError, match="^p must be even for chimera, not 1: half goes each way$"):
+        tune_workers("chimera", model, batch)
+    with pytest.raises(ValueError, match="^there is no schedule 'zigzag'"):
+        tune_workers("zigzag", model, batch)
 
 
 def test_pace_must_be_a_function() -> None:

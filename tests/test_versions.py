@@ -311,8 +311,9 @@ def test_the_missing_version_of_2bw_is_named_with_the_forward_that_asks_for_it()
     with pytest.raises(ps.IllegalSchedule) as caught:
         ps.check(double_buffered(4, 2))
     assert str(caught.value) == (
-        "worker 0: 0F4 (forward of microbatch 4 on stage 0) asks for weight version 1, "
-        "but the stage holds only 0"
+        "one_f_one_b_order does not go with weights='double_buffer', which counts on at most 3 "
+        "microbatches in flight at a stage: stage 0 has 4; worker 0: 0F4 (forward of microbatch 4 "
+        "on stage 0) asks for weight version 1, but the stage holds only 0"
     )
 
 

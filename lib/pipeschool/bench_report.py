@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeschool.bench import BATCHES, CLASS, DRAWN, OURS, RUNTIME, SIMULATED, Benchmark, Case
-from pipeschool.draw.charts import COLOURS, WIDTH, Chart, house_style
+from pipeschool.draw.style import COLOURS, WIDTH, Chart, house_style
 
 HATCHES = {OURS: "", CLASS: "", RUNTIME: "///"}
 FILLS = {OURS: COLOURS["F"], CLASS: COLOURS["B"], RUNTIME: "white"}

@@ -63,7 +63,7 @@ class Cost:
     def __post_init__(self) -> None:
         for name in (*PER_STAGE, "speed"):
             if getattr(self, name) is not None:
-                value = _numbers(name, getattr(self, name), positive=name == "speed")
+                value = numbers(name, getattr(self, name), positive=name == "speed")
                 object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
         number("comm", self.comm)
         number("latency", self.latency)
@@ -180,10 +180,12 @@ def number(name: str, value: object, positive: bool = False, infinite: bool = Fa
     return result
 
 
-def _numbers(name: str, value: object, positive: bool) -> float | tuple[float, ...]:
+def numbers(
+    name: str, value: object, positive: bool = False, infinite: bool = False
+) -> float | tuple[float, ...]:
     """`value` as a float, or as floats where it is a list, a tuple or an array of numbers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(number(name, item, positive) for item in value)
-    return number(name, value, positive)
+        return tuple(number(name, item, positive, infinite) for item in value)
+    return number(name, value, positive, infinite)

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipeschool.actions import Action, Schedule
+from pipeschool.actions import Action, Schedule, a_schedule
 
 
 class Link(NamedTuple):
@@ -82,6 +82,7 @@ def lower(schedule: Schedule) -> Schedule:
     worker's n-th send, whatever it holds. Taking a message earlier than needed cannot block: it
     was sent before the one that is needed now.
     """
+    a_schedule(schedule)
     if schedule.lowered:
         return schedule
     table, period = handovers(schedule), schedule.period

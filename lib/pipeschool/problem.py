@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from pipeschool.actions import Action, B, F, I, Schedule, W, whole_number
-from pipeschool.cost import Cost, number, per_item
+from pipeschool.cost import Cost, numbers, per_item
 from pipeschool.lower import Handover, Link, handovers
 from pipeschool.schedules.pieces import looped_stages, v_stages
 
@@ -126,13 +126,11 @@ def _exact(seconds: float) -> Fraction:
 
 def _caps(memory_cap: float | Sequence[float], plan: Schedule) -> list[int]:
     """`memory_cap` per worker, in whole chunks; no worker can hold more than the batch has."""
-    several = isinstance(memory_cap, Sequence) and not isinstance(memory_cap, str)
-    given = list(memory_cap) if several else [memory_cap]  # type: ignore[arg-type]
-    numbers = [number("memory_cap", cap, infinite=True) for cap in given]
-    if min(numbers, default=1) < 1:
+    given = numbers("memory_cap", memory_cap, infinite=True)
+    per_worker = per_item("memory_cap", given, plan.p, "worker")
+    if min(per_worker) < 1:
         raise ValueError(
-            f"memory_cap must be at least 1, not {min(numbers):g}: a microbatch has to fit"
+            f"memory_cap must be at least 1, not {min(per_worker):g}: a microbatch has to fit"
         )
-    per_worker = per_item("memory_cap", numbers if several else numbers[0], plan.p, "worker")
     # A cap such as 7/3 stands for 7 chunks of 3, although its float may be a little less.
     return [math.floor(min(cap, plan.m) * plan.v + 1e-9) for cap in per_worker]

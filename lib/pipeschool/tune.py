@@ -310,7 +310,8 @@ def tune_workers(
 ) -> Tuning:
     """The number of workers, each with its best m, with which `batch` is done fastest.
 
-    For each p, `model` is cut into as many stages by `partition.split_layers`.
+    For each p, `model` is cut into as many stages by `partition.split_layers`. A p for which there
+    is no such schedule, whatever m is, is not tried; its probe says why.
     most: the largest p to try; the number of layers where not given.
     pace: the declared (forward, backward) seconds of a stage, for a microbatch of so many samples
         and a stage of so many layers.
@@ -319,6 +320,9 @@ def tune_workers(
     from pipeschool.partition import split_layers
 
     high = min(len(model) if most is None else whole_number("most", most), len(model))
+    samples, batches = _samples(batch), options.get("batches", 1)
+    skipped = _undefined(schedule, range(1, high + 1), samples, batches)
+    defined = sorted({*range(1, high + 1)} - {probe.value for probe in skipped})
     inner: dict[int, Tuning] = {}
 
     def measure(p: int) -> tuple[float, float]:
@@ -336,8 +340,10 @@ def tune_workers(
         assert found.best.throughput is not None
         return found.best.throughput, found.best.memory
 
-    tuning = tune(measure, high, high, cap=cap, limit=high, noise=noise, name="p")
-    return Tuning("p", tuning.probes, high * _samples(batch), inner)
+    tuning = tune(
+        measure, high, high, candidates=defined, cap=cap, limit=high, noise=noise, name="p"
+    )
+    return Tuning("p", (*skipped, *tuning.probes), len(defined) * samples, inner)
 
 
 def _samples(batch: tuple[Any, Any]) -> int:
@@ -354,16 +360,32 @@ def _maker(
     return lambda m: build(schedule, p, m, batches=batches)
 
 
-def _buildable(make: Callable[[int], Schedule], candidates: Iterable[int]) -> list[int]:
-    """The `candidates` of which `make` makes a schedule; its own ValueError where there is none."""
-    found, refusal = [], None
+def _undefined(
+    schedule: str | Callable[..., Schedule], workers: Sequence[int], samples: int, batches: int
+) -> list[Probe]:
+    """A probe for each of `workers` for which there is no m; its ValueError where that is all."""
+    refusals = {p: _refusal(_maker(schedule, p, batches), even_cuts(samples)) for p in workers}
+    skipped = {p: refusal for p, refusal in refusals.items() if refusal}
+    if len(skipped) == len(workers):
+        raise skipped[workers[-1]]
+    return [Probe(p, None, 0.0, False, f"not run: {why}") for p, why in skipped.items()]
+
+
+def _refusal(make: Callable[[int], Schedule], candidates: Iterable[int]) -> ValueError | None:
+    """The first ValueError of `make` where it makes a schedule for none of `candidates`."""
+    refusal = None
     for m in candidates:
         try:
             make(m)
         except ValueError as error:
             refusal = refusal or error
         else:
-            found.append(m)
-    if refusal and not found:
+            return None
+    return refusal
+
+
+def _buildable(make: Callable[[int], Schedule], candidates: Sequence[int]) -> list[int]:
+    """The `candidates` of which `make` makes a schedule; its own ValueError where there is none."""
+    if refusal := _refusal(make, candidates):
         raise refusal
-    return found
+    return [m for m in candidates if _refusal(make, [m]) is None]

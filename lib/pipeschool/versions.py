@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from pipeschool.actions import Action, IllegalSchedule, Schedule
+from pipeschool.actions import Action, IllegalSchedule, Schedule, a_schedule
 
 
 class Policy:
@@ -29,6 +29,12 @@ class Policy:
         self.stage = stage
         self.stages = stages
         self.m = m
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """With more microbatches in flight at a stage, a version may be asked for before it is
+        there; None where there may be any number."""
+        return None
 
     def forward(self, microbatch: int, newest: int) -> int:
         """The version that the forward of `microbatch` uses."""
@@ -84,6 +90,11 @@ class VerticalSync(Policy):
 
     name = "vertical_sync"
 
+    @property
+    def most_in_flight(self) -> int:
+        """As many as there are stages, as in 1F1B: that many forwards come before the version."""
+        return self.stages
+
     def forward(self, microbatch: int, newest: int) -> int:
         """What stage 0 had when it let the microbatch in."""
         return max(microbatch - (self.stages - 1), 0) // self.m
@@ -101,6 +112,11 @@ class DoubleBuffer(Policy):
     """
 
     name = "double_buffer"
+
+    @property
+    def most_in_flight(self) -> int:
+        """The batch before, and the first microbatch of the one that enters."""
+        return self.m + 1
 
     def forward(self, microbatch: int, newest: int) -> int:
         """One version behind the batch, at every stage."""
@@ -130,7 +146,8 @@ def policy_named(policy: str | type[Policy]) -> type[Policy]:
 
 def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Schedule:
     """`schedule` under the policy asked for; None leaves it its own. ValueError where a synchronous
-    schedule is to do without its flush, or an asynchronous one to flush."""
+    schedule is to do without its flush, or an asynchronous one to flush, and where it is none."""
+    a_schedule(schedule)
     if weights is None or weights == schedule.weights:
         return schedule
     policy_named(weights)
@@ -152,7 +169,7 @@ def ledger(schedule: Schedule, stage: int, worker: int) -> Ledger:
     """A fresh ledger for `stage` on `worker`, with the policy that `schedule` names; where that
     leaves no choice of versions, a quicker one."""
     if schedule.synchronous or not schedule.trains:
-        return OneVersion(Policy())
+        return OneVersion()
     policy = policy_named(schedule.weights)(stage, schedule.stages, schedule.updates_every)
     turns = schedule.microbatches_of(stage, worker)
     return Ledger(policy, first=turns.start, step=turns.step)
@@ -245,8 +262,11 @@ class Ledger:
         )
 
 
+@dataclass
 class OneVersion(Ledger):
     """The ledger of a stage that flushes before each update, or has none: there is no choice."""
+
+    policy: Policy = field(default_factory=Flush)
 
     def note(self, action: Action) -> tuple[int, int]:
         """The newest version; `Ledger` would find the same."""

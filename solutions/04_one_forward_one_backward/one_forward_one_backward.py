@@ -668,17 +668,24 @@ options = dict(loss=loss, optimizer=adam, pace=(0.01, 0.02), memory=True)
 traces = {n: ps.run(s, stages, [batch] * 2, **options).trace for n, s in schedules.items()}
 bills = {n: my_bill(n, 1, 4, 8, "adam", *map(round, sizes)) for n in schedules}
 
-print("\nkB on worker 1" + "".join(f"{name:>22}" for name in schedules))
-print(" " * 14 + "     bill     measured" * 3)
-for kind in kinds:
+print("\nkB on worker 1" + "".join(f"{name:>24}" for name in schedules))
+print(" " * 14 + "    bill measured   more" * 3)
+rows = {  # (bill, measured) of each schedule
+    kind: [(bills[n][kind], max(getattr(x, kind) for x in traces[n].memory[1])) for n in schedules]
+    for kind in kinds
+}
+columns = zip(*rows.values(), strict=True)
+rows["all"] = [tuple(map(sum, zip(*column, strict=True))) for column in columns]
+for kind, row in rows.items():
     print(f"{kind:<14}", end="")
-    for name, trace in traces.items():
-        most = max(getattr(level, kind) for level in trace.memory[1])
-        print(f"{bills[name][kind] / 1000:>9.0f}{most / 1000:>13.0f}", end="")
+    for bill, most in row:
+        more = f"{most / bill - 1:.0%}" if bill else "-"
+        print(f"{bill / 1000:>8.0f}{most / 1000:>9.0f}{more:>7}", end="")
     print()
+print(f"one message: {profile.message_bytes[0] / 1000:.0f} kB")
 
 # %% [markdown]
-# Two small differences. The measured buffers have one message more: the gradient that has just come in lies there too, until its backward begins. And `activations` includes whatever else lies around, such as a message that is being sent.
+# Weights, versions, gradients and optimizer agree. Two rows may differ, and the column *more* says by what share. The measured buffers have one message more: the gradient that has just come in lies there too, until its backward begins. The fewer messages are on the bill, the larger a share one more is. And `activations` includes whatever else lies around at that moment, such as a message that is being sent. The last row says what they make of the whole.
 
 # %% [markdown]
 # Now a model of the size that needs pipelines: 8 billion weights on 8 workers, in numbers of 4 bytes. Each microbatch is one text of 2048 words, each word 4096 numbers. We take $A$ as 30 times the input, a usual size for the blocks of a Transformer.

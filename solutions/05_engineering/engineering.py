@@ -11,7 +11,7 @@
 # - find a good number of microbatches in a few runs,
 # - find three faults that make training in a pipeline wrong or unstable, and cure them.
 #
-# **It takes** about 75 minutes, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B. For section 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): gradients that come late.
+# **It takes** two sittings of about 60 minutes, with a place to stop after section 4. **You need** [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B. For section 7 also [unit 03](../03_weight_versions/weight_versions.ipynb): gradients that come late.
 #
 # Ten exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -211,7 +211,7 @@ for m in (4, 8, 32, 128):
 # %% [markdown]
 # Overlapped, all but the messages at the ends are hidden, however many there are. Without overlap, every worker pays for each of its own. And where the link is the slowest station, no overlap helps: send fewer bytes. Cut the model where it is narrow, or use bfloat16.
 #
-# So how does a worker overlap a *receive*? It asks early. On each link of `ps.run` a thread takes the next message off the wire while the worker computes. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
+# So how does a worker overlap a *receive*? It asks early. `ps.run` asks for the messages of a link ahead of time: a small one lands in its place while the worker computes, and once a link has carried a large one, a thread takes the next off the wire. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
 #
 # ### When 1F1B waits
 #
@@ -239,7 +239,7 @@ ps.draw.gantt(traces["one_f_one_b"], traces["eager_1f1b"])
 #
 # ### Two kinds of messages
 #
-# All these went from one worker to *one* other: **point to point**. In a **collective** such as an all-reduce, all workers of a group put something in and get the sum out, so all wait for the last one. Data parallel training does this with all gradients: in a ring each of $r$ workers sends $2\,(r - 1)/r$ times the bytes of the weights, once per batch. How do the two compare?
+# All these went from one worker to *one* other: **point to point**. In a **collective** such as an all-reduce, all workers of a group put something in and get the sum out, so all wait for the last one. Data parallel training does this with all gradients: in a ring each of $r$ workers sends $2\,(r - 1)/r$ times the bytes of the weights, once per batch (unit 06 shows why). How do the two compare?
 
 # %%
 ends = (2, 5, 8)  # the last layers of stages 0, 1 and 2
@@ -336,6 +336,8 @@ print(f"mean of all {sum(times) / len(times):.2f} ms, typical {typical(times):.2
 # $$T(i, q) = \min_{\text{cut} > i} \; \max\Big(\sum_{k=i}^{\text{cut}-1} t_k, \;\; T(\text{cut}, q - 1)\Big), \qquad T(i, 1) = \sum_{k=i}^{n-1} t_k$$
 #
 # where $t_k$ are the seconds of layer $k$, $n$ is the number of layers, $i$ the first layer that is left, and $q$ the stages that are left. This is a *dynamic programme*: work out each $T(i, q)$ once, and keep it. Also keep the cuts that gave it.
+#
+# How far may `cut` go? Behind it there must be a layer for each of the $q - 1$ stages that are left.
 
 
 # %%
@@ -414,7 +416,7 @@ print(f"Predicted: {foretold:.2f} times.")
 ps.draw.gantt(results["equal"], results["yours"])
 
 # %% [markdown]
-# The profile predicted the factor before anything ran in a pipeline. It is less than the ratio of the slowest stages, because filling and draining takes a microbatch's whole way, and that is equally long for any cut.
+# Above is the equal cut, below yours: look for the worker that never waits. The profile predicted the factor before anything ran in a pipeline. It is less than the ratio of the slowest stages, because filling and draining takes a microbatch's whole way, and that is equally long for any cut.
 #
 # ### Workers that are not equal
 #
@@ -512,8 +514,8 @@ grade.check(worker_of, points=2, seed=grade.seed())
 
 # %%
 turn = grade.yours(worker_of)
-grade.reveal(guess_stage_1, turn([1, 2, 1], 1, 5), "does stage 1")
-grade.reveal(guess_stage_2, turn([1, 2, 1], 2, 5), "does stage 2")
+grade.reveal(guess_stage_1, turn([1, 2, 1], 1, 5), "is the worker of stage 1")
+grade.reveal(guess_stage_2, turn([1, 2, 1], 2, 5), "is the worker of stage 2")
 for stage in range(3):
     print(
         f"stage {stage}: microbatches 0 to 7 on worker",
@@ -582,6 +584,8 @@ for m in (8, 32, 128):
 ps.draw.gantt(*(run.trace for run in runs.values()))
 
 # %% [markdown]
+# The black box in the lower chart is an update: the first of the two is done, and waits for the other to add up.
+#
 # A third more workers, and in the long run nearly twice the pace: help where everybody waits is worth more than its share.
 #
 # **Try it.** Give the fourth worker to stage 0 instead: `replicas = [2, 1, 1]`. What do you get for it?
@@ -611,7 +615,7 @@ guess_slower_64 = None  # times as slow
 # %%
 curve = {m: 64 / ((m + 3) * (1 + 64 / m)) for m in range(1, 65)}  # samples per second, a = b = 1
 top = max(curve, key=curve.get)
-grade.reveal(guess_best_m, top)
+grade.reveal(guess_best_m, top, "microbatches")
 grade.reveal(guess_slower_64, round(curve[top] / curve[64], 2), "times as slow with 64")
 for m in (1, 2, 4, 8, top, 16, 24, 32, 64):
     print(
@@ -721,7 +725,7 @@ print(
 #
 # ### Exercise 8: scale or direction? (3 points)
 #
-# Real gradients are a little off after so many roundings. So do not ask for equality: a difference of a ten-thousandth of the length does not count.
+# Real gradients are a little off after so many roundings. So do not ask for equality. Measure the length of the difference beside the length of the gradient: up to a ten-thousandth of it does not count. (One number alone tells little. Where a gradient is nearly 0, rounding is most of what is there. And gradients may be tiny as a whole.)
 
 
 # %%
@@ -802,7 +806,7 @@ for name, (norm, its_loss) in suspects.items():
 # The cures:
 #
 # - **Scale**: weigh each microbatch by its share of the samples (unit 01). SGD steps $m$ times too far without it. Adam hides the fault, because it divides by the size of the gradient. It shows again as soon as you clip. The first table below has the length of the first step, over that of the right one.
-# - **BatchNorm**: it computes its mean over 128 samples instead of 1024, so it is *another function*, and its running mean counts each batch $m$ times. Use LayerNorm or GroupNorm, or freeze its statistics. The second table has the largest error in the gradient, and what is left of an old running mean after one batch (0.9 is right).
+# - **BatchNorm**: it computes its mean over 128 samples instead of 1024, so it is *another function*, and its running mean counts each batch $m$ times. Use LayerNorm or GroupNorm, or freeze its statistics. The second table has the largest error in the gradient, and what is left of an old running mean after one batch (0.9 is right). *momentum* is BatchNorm with a running mean that forgets less per microbatch: that mends the mean, and leaves the gradient wrong. *frozen* keeps the old mean as it is.
 # - **Dropout with recomputation** is a relative of it: if the second forward draws other random numbers, the gradient is that of another function. The third table has the errors; `ps.run` restores the random numbers.
 
 # %%

@@ -11,7 +11,7 @@
 # - run two pipelines side by side, and average their gradients so that training stays what it was,
 # - choose the mix for a machine, or no pipeline at all, and give reasons that can be checked.
 #
-# **It takes** about 45 minutes. **You need** [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions, and [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, and the bytes of a worker.
+# **It takes** two sittings of about 45 minutes, with a place to stop after section 3. **You need** [unit 03](../03_weight_versions/weight_versions.ipynb): weight versions, and [unit 04](../04_one_forward_one_backward/one_forward_one_backward.ipynb): 1F1B, and the bytes of a worker.
 #
 # Six exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
@@ -104,10 +104,11 @@ for name, trace in traces.items():
     print(f"{max(trace.peak_bytes) / 1000:>8.0f}{learned[name]:>10.1%}")
 print("* measured, paced")
 
-fastest = min(traces, key=lambda name: traces[name].makespan)
+least = min(trace.makespan for trace in traces.values())
+fastest = [name for name, trace in traces.items() if trace.makespan < 1.04 * least]
 smallest = min(traces, key=lambda name: max(traces[name].peak_bytes))
 synchronous = [learned[name] for name in names[:4]]
-print(f"\nfastest: {fastest}; you predicted {guess_fastest}")
+print(f"\nfastest, up to 4%: {', '.join(fastest)}; you predicted {guess_fastest}")
 print(f"fewest bytes: {smallest}; you predicted {guess_smallest}")
 print(f"the four synchronous ones differ by {max(synchronous) - min(synchronous):.1%}", end="")
 print(f"; you predicted {guess_synchronous_differ}")
@@ -141,6 +142,7 @@ chart
 #
 # - **The synchronous four** compute the same gradients, so they learn the same. Among them only time and memory count.
 # - **The asynchronous two** save the refill, and pay: with versions, and with gradients that are late. `pipedream` also makes an update per microbatch, so four times as many, each from a quarter of the samples. So its accuracy is not to be compared at *one* learning rate; unit 03 has the fair experiment.
+# - Which schedules stand in the line *fastest* hardly differ: look at what is *predicted* for them. `zb_h1` fills its gaps about as well as the asynchronous two avoid theirs.
 # - Three batches are a short stream. The asynchronous two fill and drain once, the others once *per batch*: with every further batch the asynchronous ones gain.
 # - Everybody would like to be in the lower right corner with a filled circle: fast, small, and never late. See who comes closest. Unit 07 shows how it is done.
 #
@@ -303,7 +305,7 @@ guess_parts = None  # a whole number
 # %% [markdown]
 # ### Exercise 3: the bytes of a plan (4 points)
 #
-# Work out the bytes on a device of the *first* stage, whose counter is fullest. The plan has `pipeline` stages, and each stage is shared by `tensor` devices. So each device has an equal part of the weights. 2BW keeps one more version of them, 2 bytes each.
+# Work out the bytes on a device of the *first* stage, whose counter is fullest. The plan has `pipeline` stages, and each stage is shared by `tensor` devices. So each device has an equal part of the weights. 2BW keeps one more version of them, 2 bytes each; its counter is as full as that of 1F1B, whose order it has.
 
 
 # %%
@@ -366,6 +368,8 @@ for mix in (
 # The library looks at all stages, not only at the first. Where its number is larger, another device is fuller: it also keeps the inputs that came from the stage before.
 #
 # Note what *data* parallelism does in this table: nothing. A second line is a second copy of everything. It buys speed, never memory.
+#
+# *This is a good place to stop for today. When you come back, run the cells from the top: it takes a minute.*
 
 # %% [markdown]
 # ## 4. Two lines side by side
@@ -493,6 +497,7 @@ guess_fast_sync = None  # (lines, stages)
 guess_slow_sync = None
 
 # %%
+guesses = {0: guess_fast_sync, 24: guess_slow_sync}
 for sync in (0, 8, 24):  # try others
     print(f"all-reduce of all gradients between two devices: {sync} s")
     for lines in (1, 2, 4):
@@ -502,6 +507,8 @@ for sync in (0, 8, 24):  # try others
         trace = ps.simulate(ps.replicate(ps.one_f_one_b(p, m=8 // lines), lines), cost)
         print(f"  {lines} x {p}: {trace.makespan:>5g} s", end="")
         print(f"   (bubble and update {1 - sum(trace.busy) / (4 * trace.makespan):.0%})")
+    if sync in guesses:
+        print(f"  you predicted {guesses[sync]}")
 
 # %% [markdown]
 # So there is no winner. Data parallelism has no bubble and much to sum. A pipeline has a bubble and little to send. With fast links and a model that fits, *the best pipeline is none at all*.
@@ -524,7 +531,7 @@ grade.reveal(guess_times_as_fast, round(times, 2), "times as fast, measured, pac
 ps.draw.gantt(pair.trace, three.trace)
 
 # %% [markdown]
-# The slowest stage set the pace (unit 02). With two workers it takes half as long per microbatch, and nobody has to wait for it in the long run. The extra worker brings its own copy of the weights, and the two sum their gradients at each update, just like two lines.
+# The slowest stage set the pace (unit 02). With two workers it takes half as long per microbatch, and nobody has to wait for it in the long run. The extra worker brings its own copy of the weights, and the two sum their gradients at each update, just like two lines. The black boxes are these sums, and the wait for the other worker. (No time was declared for them. So the clock of a paced forward may already run, and its box then lies upon the black one.)
 
 # %% [markdown]
 # ## 5. Choose
@@ -537,6 +544,8 @@ for name, site in sites.items():
     print(f"{name}: {site}\n")
 
 # %% [markdown]
+# (A *node* is one machine: a box with all its devices, or a desk with one.)
+#
 # A *mix* says how many copies of the model there are (`data`), into how many stages each is cut (`pipeline`), how many devices share a stage (`tensor`), and how many microbatches each line takes. `microbatch` is the number of sequences in each, one if you leave it out. So `data * m * microbatch` must be the sequences of a step. The table below writes `1 x 8 x 1, m=8 of 4` for one copy, eight stages, one device each, and eight microbatches of four.
 #
 # **Try it.** Change the mixes and the site, and look at where the time goes.

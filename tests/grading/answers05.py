@@ -266,6 +266,25 @@ def cuts_by_a_table_from_the_front(times, p):
 
 
 @right("best_cuts")
+def cuts_with_an_endless_stage_for_no_layers(times, p):
+    """Lets the cut run to the end, where nothing is left: that takes for ever."""
+    n = len(times)
+
+    @cache
+    def best(first, left):
+        if first == n:
+            return math.inf, ()
+        if left == 1:
+            return sum(times[first:]), ()
+        return min(
+            (max(sum(times[first:cut]), best(cut, left - 1)[0]), (cut, *best(cut, left - 1)[1]))
+            for cut in range(first + 1, n + 1)
+        )
+
+    return list(best(0, p)[1])
+
+
+@right("best_cuts")
 def cuts_by_guessing_the_slowest(times, p):
     """For each possible slowest stage: fill stages up to it; the least for which p stages do."""
     n = len(times)
@@ -366,6 +385,43 @@ def cuts_halved_again_and_again(times, p):
         cut = min(range(a + 1, b), key=lambda c: max(sum(times[a:c]), sum(times[c:b])))
         cuts = sorted([*cuts, cut])
     return cuts
+
+
+@wrong("best_cuts")
+def cuts_moved_one_at_a_time(times, p):
+    """From equal numbers of layers, each cut by one for as long as that alone helps."""
+    n, cuts = len(times), [len(times) * s // p for s in range(1, p)]
+
+    def slowest(ends):
+        return max(sum(times[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+
+    better = True
+    while better:
+        better = False
+        for i in range(p - 1):
+            for step in (-1, 1):
+                ends = [0, *cuts[:i], cuts[i] + step, *cuts[i + 1 :], n]
+                rising = all(a < b for a, b in zip(ends, ends[1:], strict=False))
+                if rising and slowest(ends) < slowest([0, *cuts, n]):
+                    cuts, better = ends[1:-1], True
+    return cuts
+
+
+@wrong("best_cuts")
+def cuts_that_leave_too_few_layers(times, p):
+    """The first stages may take so many layers that the last ones have none."""
+    n = len(times)
+
+    @cache
+    def best(first, left):
+        if left == 1:
+            return sum(times[first:]), ()
+        return min(
+            (max(sum(times[first:cut]), best(cut, left - 1)[0]), (cut, *best(cut, left - 1)[1]))
+            for cut in range(first + 1, n)
+        )
+
+    return best(0, p)[1]
 
 
 @wrong("best_cuts")
@@ -504,6 +560,27 @@ def spread_looks_at_what_is_left(seconds, workers):
 
 
 @wrong("spread_workers")
+def spread_to_the_one_that_would_gain(seconds, workers):
+    """Looks at the pace that a stage would have, not at the one that it has."""
+    replicas = [1] * len(seconds)
+    for _ in range(workers - len(seconds)):
+        after = [t / (r + 1) for t, r in zip(seconds, replicas, strict=True)]
+        replicas[after.index(max(after))] += 1
+    return replicas
+
+
+@wrong("spread_workers")
+def spread_by_largest_remainders(seconds, workers):
+    """One for each, and the others in proportion to the seconds."""
+    shares = [(workers - len(seconds)) * t / sum(seconds) for t in seconds]
+    replicas = [1 + int(share) for share in shares]
+    rest = sorted(range(len(seconds)), key=lambda s: int(shares[s]) - shares[s])
+    for s in rest[: workers - sum(replicas)]:
+        replicas[s] += 1
+    return replicas
+
+
+@wrong("spread_workers")
 def spread_to_the_fastest(seconds, workers):
     replicas = [1] * len(seconds)
     replicas[seconds.index(min(seconds))] += workers - len(seconds)
@@ -593,6 +670,17 @@ def m_doubles_only(measure, start, most, budget):
 
 
 @wrong("best_m")
+def m_doubles_or_halves(measure, start, most, budget):
+    """Looks in both directions, but not in between."""
+    m = min(start, most)
+    while 2 * m <= most and measure(2 * m) > measure(m):
+        m *= 2
+    while m > 1 and measure(m // 2) > measure(m):
+        m //= 2
+    return m
+
+
+@wrong("best_m")
 def m_never_smaller_than_the_start(measure, start, most, budget):
     low, high = min(start, most), most
     while low < high:
@@ -657,7 +745,15 @@ def scale_by_the_largest(found, right_one):
 def scale_by_projection(found, right_one):
     a, b = np.array(found), np.array(right_one)
     factor = a @ b / (b @ b)
-    return factor if np.allclose(a, factor * b, rtol=1e-4, atol=1e-5) else None
+    return factor if np.linalg.norm(a - factor * b) < 1e-4 * np.linalg.norm(a) else None
+
+
+@right("scale_of")
+def scale_by_least_squares(found, right_one):
+    """And what is left over is measured beside `right`, in its largest number."""
+    a, b = np.array(found), np.array(right_one)
+    factor = np.linalg.lstsq(b[:, None], a, rcond=None)[0][0]
+    return factor if max(abs(a - factor * b)) < 1e-4 * abs(factor) * np.linalg.norm(b) else None
 
 
 @right("scale_of")
@@ -709,6 +805,32 @@ def scale_skips_zeros(found, right_one):
     """Does not look where `right` is 0."""
     ratios = [f / r for f, r in zip(found, right_one, strict=True) if r]
     return ratios[0] if max(ratios) - min(ratios) < 1e-4 * abs(ratios[0]) else None
+
+
+@wrong("scale_of")
+def scale_off_by_less_than_a_fixed_number(found, right_one):
+    """Takes tiny gradients for equal."""
+    a, b = np.array(found), np.array(right_one)
+    factor = a @ b / (b @ b)
+    return factor if np.linalg.norm(a - factor * b) < 1e-4 else None
+
+
+@wrong("scale_of")
+def scale_of_each_number_on_its_own(found, right_one):
+    """A number near 0 is off by much of itself."""
+    at = max(range(len(right_one)), key=lambda i: abs(right_one[i]))
+    factor = found[at] / right_one[at]
+    near = (
+        math.isclose(f, factor * r, rel_tol=1e-4) for f, r in zip(found, right_one, strict=True)
+    )
+    return factor if all(near) else None
+
+
+@wrong("scale_of")
+def scale_up_to_a_hundredth(found, right_one):
+    a, b = np.array(found), np.array(right_one)
+    factor = a @ b / (b @ b)
+    return factor if np.linalg.norm(a - factor * b) < 1e-2 * np.linalg.norm(a) else None
 
 
 @wrong("scale_of")

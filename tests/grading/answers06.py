@@ -88,6 +88,7 @@ def ring_step_by_step(layers, tensor, boundary):
 
 for _name, _function in {
     "ring_forward_only": lambda n, t, b: 2 * n * 2 * (t - 1) / t * b,
+    "ring_rounded_down": lambda n, t, b: n * 4 * (2 * (t - 1) // t) * b,
     "ring_one_round": lambda n, t, b: 4 * n * (t - 1) / t * b,
     "ring_whole_boundaries": lambda n, t, b: 4 * n * 2 * (t - 1) * b,
     "ring_of_all_devices": lambda n, t, b: 4 * n * 2 * (t - 1) / t * b * t,
@@ -307,6 +308,17 @@ wrong("choose")(named("choose_one_device", choosing(lambda machine, batch: Mix(m
 wrong("choose")(
     named("choose_more_than_there_is", choosing(lambda machine, batch: Mix(data=128, m=batch)))
 )
+
+
+@wrong("choose")
+def choose_half_of_the_devices(site):
+    return {
+        "desk": (Mix(m=4, microbatch=8), "one device suffices"),
+        "workstation": (Mix(data=4, m=4), "one device suffices"),
+        "server": (Mix(pipeline=4, m=64), "must be cut"),
+        "office": (Mix(pipeline=2, m=64), "faster than data parallel"),
+        "cluster": (Mix(pipeline=4, tensor=8, m=128), "must be cut"),
+    }[site]
 
 
 @wrong("choose")

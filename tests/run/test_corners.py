@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.run import reference
+from pipeschool.run.launch import fit_batches
 from test_run import batch, linear_stages, sgd
 from test_tensor_parallel import PLAN, Block
 from torch import Tensor, nn
@@ -204,6 +206,27 @@ def test_a_declared_latency_does_not_count_as_a_standstill():
     assert result.trace.makespan > 3.0  # there and back
 
 
+def test_the_time_of_a_message_at_the_declared_bandwidth_does_not_count_as_a_standstill():
+    """A message of 2 x 6 float64 has 96 bytes at least: 1.5 s at 64 bytes a second, each way."""
+    result = ps.run(ps.gpipe(2, 1), linear_stages(2), [batch(2)], bandwidth=64, timeout=1.0)
+    assert result.trace.makespan > 2 * 1.5
+
+
+def test_who_sleeps_is_found_beside_a_declared_link():
+    x, y = batch(4)
+    x[2] = 99  # the first sample of microbatch 1
+    with pytest.raises(ps.RunError, match="worker 0 is stuck at 0F1 ") as caught:
+        ps.run(
+            ps.gpipe(2, 2),
+            [SleepsOn(), nn.Linear(6, 6).double()],
+            [(x, y)],
+            timeout=1.0,
+            latency=0.1,
+            bandwidth=1e3,
+        )
+    assert (caught.value.worker, caught.value.action) == (0, ps.F(0, 1))
+
+
 class Leaves(nn.Module):
     """Starts a process that outlives the run, and holds the worker's output open."""
 
@@ -253,6 +276,30 @@ def test_stages_that_are_no_list_are_refused_in_one_sentence(stages):
 def test_batches_that_cannot_be_gone_through_are_refused_in_one_sentence(batches):
     with pytest.raises(ValueError, match="^batches must be a list, or any other iterable, of "):
         ps.run(ps.gpipe(2, 2), linear_stages(2), batches)
+
+
+def test_batches_without_end_are_refused_where_nothing_says_how_many_are_wanted():
+    """Each schedule and training that takes all there are; an asynchronous one takes its own."""
+    endless = itertools.repeat(batch(4))
+    says = "gave more than 1000 batches and has no length that says when it will end: "
+    with pytest.raises(ValueError) as caught:
+        ps.run(ps.gpipe(2, 2), linear_stages(2), endless)
+    assert str(caught.value) == f"batches {says}give a list of as many as you want"
+    with pytest.raises(ValueError) as caught:
+        ps.train("gpipe", linear_stages(2), endless, m=2, log=None)
+    assert str(caught.value) == f"the loader {says}say with every= how many make a leg"
+    with pytest.raises(ValueError, match="built with batches=2, but there are more"):
+        ps.run(ps.pipedream(2, 2, batches=2), linear_stages(2), endless)
+
+
+def test_batches_of_a_generator_are_taken_to_their_end_and_a_length_sets_no_limit():
+    generator = (batch(4) for _ in range(3))
+    assert len(ps.run(ps.gpipe(2, 2), linear_stages(2), generator).losses) == 3 * 2
+    data = [(x, x) for x in range(1001)]
+    schedule, given = fit_batches(ps.gpipe(1, 1), data)
+    assert (schedule.batches, given) == (1001, data)
+    schedule, given = fit_batches(ps.gpipe(1, 1), (pair for pair in data[:1000]))
+    assert (schedule.batches, given) == (1000, data[:1000])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ def deep(p: int, m: int, layers: int = 10, rows: int = 512, width: int = 1024):
     return [Deep(width, layers) for _ in range(p)], batch
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters)
 
@@ -77,6 +81,21 @@ def test_predicted_and_measured_peaks_agree_within_five_percent(build, recompute
     assert result.trace.peak_bytes == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.parametrize("build", [ps.gpipe, ps.one_f_one_b, ps.zb_h1, ps.pipedream_2bw])
+def test_predicted_and_measured_peaks_agree_where_weights_are_most_of_it(build):
+    """One sum of gradients, and while a backward runs, the gradient of one more weight."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]) for _ in range(2)]
+    data = [tuple(torch.randn(2, 64, 512)) for _ in range(2)]
+    schedule = build(2, 8, batches=2) if build == ps.pipedream_2bw else build(2, 8).repeat(2)
+    result = ps.run(schedule, stages, data, optimizer=sgd, memory=True)
+    cost = ps.profile(stages, data[0], 8, optimizer=sgd, rounds=1)
+    predicted = ps.simulate(schedule, cost).peak_bytes
+    if build == ps.zb_h1:  # the weight that comes first has its gradient in the input half
+        predicted = [predicted[0] + 512 * 512 * 4, predicted[1]]
+    assert result.trace.peak_bytes == pytest.approx(predicted, rel=0.02)
+
+
 def test_gpipe_against_1f1b_at_p_4_m_16_shows_the_predicted_ratio():
     """m against min(m, p - s) microbatches: 16 over 4, 3, 2 and 1 where activations are all."""
     stages, batch = deep(4, 16, rows=64)
@@ -103,6 +122,17 @@ def test_weight_versions_and_optimizer_state_are_told_apart():
         assert {level.weights for level in row} == {size}
         assert max(level.versions for level in row) == (2 - worker) * size
         assert row[-1].optimizer == 2 * size + 4  # two moments, and a count of steps
+
+
+@pytest.mark.parametrize(("build", "in_flight"), [(ps.gpipe, 4), (ps.one_f_one_b, 2)])
+def test_buffers_are_the_inputs_in_flight_and_the_gradient_that_has_just_come(build, in_flight):
+    """On a worker in the middle; the last one gets no gradient, and the first no input."""
+    stages, batch = deep(3, 4)
+    trace = ps.run(build(3, 4), stages, [batch], memory=True).trace
+    first, middle, last = (max(level.buffers for level in row) for row in trace.memory)
+    assert first == 2 * MB
+    assert middle == (in_flight + 1) * 2 * MB
+    assert last == (4 if build is ps.gpipe else 1) * 2 * MB
 
 
 def test_what_was_sent_is_let_go():

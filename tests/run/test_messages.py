@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
 def there_and_back(*tensors: Tensor | None) -> tuple[packet.Packed, packet.Unpacked]:
     """A message of `tensors`, written and read."""
     payload = [t for t in tensors if t is not None]
-    packed = packet.pack(RECEIVE, tensors, payload, inline=True)
+    packed = packet.pack(packet.write_header(RECEIVE, tensors), payload, inline=True)
     return packed, packet.unpack(packed.stamp(12.5))
 
 
@@ -76,13 +77,13 @@ def test_what_does_not_fit_into_a_packet_follows_it(size: int, inline: bool) -> 
     tensor = of(torch.uint8, 1, size)
     packed, read = there_and_back(tensor)
     assert (read.tensors is not None) is inline
-    assert [t is tensor for t in packed.rest] == [] if inline else [True]
+    assert [t is tensor for t in packed.rest] == ([] if inline else [True])
     assert read.shapes == [packet.Shape(torch.uint8, (1, size))]
 
 
 def test_a_backend_may_want_all_tensors_apart() -> None:
     tensor = of(torch.float32, 2)
-    packed = packet.pack(RECEIVE, (tensor,), [tensor], inline=False)
+    packed = packet.pack(packet.write_header(RECEIVE, (tensor,)), [tensor], inline=False)
     assert packed.rest == [tensor]
     assert packet.unpack(packed.stamp(0.0)).tensors is None
 
@@ -100,7 +101,7 @@ class Wire:
     def __init__(self, *tensors: Tensor) -> None:
         self.receives = [Action("RECV_F", 1, k) for k in range(len(tensors))]
         self.packed = [
-            packet.pack(receive, (t,), [t], inline=True)
+            packet.pack(packet.write_header(receive, (t,)), [t], inline=True)
             for receive, t in zip(self.receives, tensors, strict=True)
         ]
         self.asked: list[tuple[int, int]] = []  # (microbatch, part)
@@ -180,21 +181,23 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_take() -> None:
 
 
 class Work:
-    """A send under way: done once `gone` is set."""
+    """A send under way: done once `gone` is set. Only gloo's may be waited for."""
 
-    def __init__(self, error: str = "") -> None:
+    def __init__(self, error: Exception | None = None, polled: bool = False) -> None:
         self.gone = threading.Event()
         self.error = error
+        self.polled = polled
 
     def wait(self) -> None:
-        """As gloo's: blocks."""
+        """Blocks."""
+        assert not self.polled
         self.gone.wait()
         if self.error:
-            raise RuntimeError(self.error)
+            raise self.error
 
     def is_completed(self) -> bool:
-        """As NCCL's."""
-        return self.gone.is_set()
+        """Does not; gloo never says yes."""
+        return self.polled and self.gone.is_set()
 
 
 def alive(buffers: list[weakref.ref[Tensor]]) -> int:
@@ -210,12 +213,21 @@ def sent(outbox: Outbox, work: Work, large: bool) -> weakref.ref[Tensor]:
     return weakref.ref(buffer)
 
 
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for another thread to do its part; False where it has not after a long time."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
 def test_a_large_buffer_is_freed_once_it_has_left_and_nobody_waits_for_that() -> None:
     outbox, works = Outbox(polled=False), [Work(), Work()]
     buffers = [sent(outbox, work, large=True) for work in works]  # returns: nothing has left
     assert alive(buffers) == 2
-    for work in works:
-        work.gone.set()
+    works[0].gone.set()
+    assert until(lambda: alive(buffers) == 1)
+    works[1].gone.set()
     outbox.settle()
     assert alive(buffers) == 0
 
@@ -223,43 +235,46 @@ def test_a_large_buffer_is_freed_once_it_has_left_and_nobody_waits_for_that() ->
 def test_small_buffers_are_kept_up_to_a_number() -> None:
     outbox = Outbox(polled=False)
     works = [Work() for _ in range(MANY + 3)]
-    buffers = [sent(outbox, work, large=False) for work in works]
     for work in works:
         work.gone.set()
-    assert outbox.waited_for is not None
-    outbox.waited_for.join()
-    assert alive(buffers) == 3
+    buffers = [sent(outbox, work, large=False) for work in works]
+    assert until(lambda: alive(buffers) == 3)
     outbox.settle()
     assert alive(buffers) == 0
 
 
-def test_no_thread_outlives_what_it_waited_for() -> None:
-    before = set(threading.enumerate())
-    outbox = Outbox(polled=False)
-    for _ in range(3):  # as with a run that counts bytes: settled, and used again
-        work = Work()
-        work.gone.set()
-        buffer = sent(outbox, work, large=True)
-        (thread,) = set(threading.enumerate()) - before
+def test_an_outbox_goes_on_after_it_has_settled_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    outbox, work = Outbox(polled=False), Work()
+    work.gone.set()
+    for _ in range(3):
+        sent(outbox, work, large=True)
         outbox.settle()
-        thread.join(10)
-        assert not thread.is_alive()
-        assert alive([buffer]) == 0
+        assert threading.active_count() == before
 
 
 def test_a_polled_outbox_never_waits() -> None:
-    outbox, works = Outbox(polled=True), [Work(), Work()]
-    buffers = [sent(outbox, work, large=True) for work in works]
+    outbox, works = Outbox(polled=True), [Work(polled=True) for _ in range(3)]
+    buffers = [sent(outbox, work, large=True) for work in works[:2]]
     works[0].gone.set()
-    buffers.append(sent(outbox, Work(), large=True))
+    buffers.append(sent(outbox, works[2], large=True))
     assert alive(buffers) == 2
-    assert outbox.waited_for is None
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_a_lost_peer_shows_when_everything_is_to_have_left(large: bool) -> None:
-    outbox, work = Outbox(polled=False), Work("connection closed\nand a long trace")
+@pytest.mark.parametrize(
+    ("error", "expected", "text"),
+    [
+        (RuntimeError("connection closed\nand a long trace"), PeerLost, "^connection closed$"),
+        (RuntimeError(), PeerLost, "^$"),
+        (MemoryError("no room"), MemoryError, "^no room$"),
+    ],
+)
+def test_what_goes_wrong_shows_when_everything_is_to_have_left(
+    error: Exception, expected: type[Exception], text: str, large: bool
+) -> None:
+    outbox, work = Outbox(polled=False), Work(error)
     work.gone.set()
     sent(outbox, work, large)
-    with pytest.raises(PeerLost, match="^connection closed$"):
+    with pytest.raises(expected, match=text):
         outbox.settle()

@@ -176,9 +176,23 @@ for _ in range(6):
 """
 
 
-def two_copies(folder: Path, *arguments: str) -> str:
-    script = folder / "two_copies.py"
-    script.write_text(TWO_COPIES)
+SLOW_LINK = """
+import os
+import pipeschool as ps, torch
+
+torch.manual_seed(0)
+x = torch.ones(1, 4)
+stages = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+done = ps.run(ps.gpipe(2, 1), stages, [(x, x)], device="cpu", bandwidth=10, timeout=1.0)
+if os.environ["RANK"] == "0":
+    print("makespan:", done.trace.makespan, flush=True)
+"""
+
+
+def two_processes(folder: Path, text: str, *arguments: str) -> str:
+    """What the script `text` prints under one launcher."""
+    script = folder / "script.py"
+    script.write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     done = subprocess.run(
@@ -189,16 +203,23 @@ def two_copies(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count what is open")
 def test_a_run_closes_its_connections_though_its_process_lives_on(tmp_path):
-    counts = re.findall(r"open: (\d+)", two_copies(tmp_path))
+    counts = re.findall(r"open: (\d+)", two_processes(tmp_path, TWO_COPIES))
     assert len(counts) == 6
     assert counts[-1] == counts[1]  # the first run may open what stays
 
 
 def test_a_worker_lost_where_all_sum_gradients_is_named(tmp_path):
-    (sentence,) = sentences(two_copies(tmp_path, "kill"))
+    (sentence,) = sentences(two_processes(tmp_path, TWO_COPIES, "kill"))
     assert re.match(
         r"worker 1 was lost.*: its process or its machine has gone, and worker 0", sentence
     )
+
+
+def test_a_declared_link_does_not_count_as_a_standstill(tmp_path):
+    """A message of 4 float32 has 16 bytes at least: 1.6 s at 10 bytes a second, there and back."""
+    output = two_processes(tmp_path, SLOW_LINK)
+    assert (found := re.search(r"makespan: (\S+)", output)), output
+    assert float(found[1]) > 2 * 1.6
 
 
 def test_processes_that_make_different_models_are_told_so(tmp_path):

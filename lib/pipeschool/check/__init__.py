@@ -9,9 +9,9 @@ is missing; sends never wait. The outcome does not depend on who moves first, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pipeschool.actions import Action, IllegalSchedule, Schedule
+from pipeschool.actions import Action, IllegalSchedule, Schedule, a_schedule
 from pipeschool.check.rows import (
     check_complete,
     check_memory,
@@ -23,18 +23,22 @@ from pipeschool.check.rows import (
     needs_from_own_row,
 )
 from pipeschool.check.together import execution_order
-from pipeschool.cost import number
+from pipeschool.cost import numbers, per_item
 from pipeschool.lower import lower
 
 MATCHING = ("in_order", "tag")
 
 
 def check(
-    schedule: Schedule, *, memory_cap: float | None = None, matching: str = "in_order"
+    schedule: Schedule,
+    *,
+    memory_cap: float | Sequence[float] | None = None,
+    matching: str = "in_order",
 ) -> Schedule:
     """Return `schedule`, or raise `IllegalSchedule` with one sentence that says what is wrong.
 
-    memory_cap: the most activations that a worker may hold, in units of A.
+    memory_cap: the most activations that a worker may hold, in units of A; one number, or one per
+        worker, where their devices differ.
     matching: how receives find their message in a lowered schedule. ``tag``: by stage and
         microbatch, as gloo does. ``in_order``: the n-th receive from a worker gets that worker's
         n-th send, whatever it holds, as NCCL does; what passes here also passes with tags.
@@ -42,12 +46,14 @@ def check(
     for _ in checked_order(schedule, matching):
         pass
     if memory_cap is not None:
-        check_memory(schedule, number("memory_cap", memory_cap, infinite=True))
+        given = numbers("memory_cap", memory_cap, infinite=True)
+        check_memory(schedule, per_item("memory_cap", given, schedule.p, "worker"))
     return schedule
 
 
 def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tuple[int, Action]]:
     """`execution_order` of a schedule that `check` has passed, in one walk."""
+    a_schedule(schedule)
     if matching not in MATCHING:
         raise ValueError(f"matching must be one of {', '.join(MATCHING)}, not {matching!r}")
     check_placement(schedule)

@@ -16,7 +16,7 @@ from pipeschool.actions import (
     Schedule,
 )
 from pipeschool.check.together import Crossing, KindAndStage, crossings_of
-from pipeschool.versions import ledgers
+from pipeschool.versions import Ledger, ledgers
 
 _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
 
@@ -27,8 +27,6 @@ def check_placement(schedule: Schedule) -> None:
         raise IllegalSchedule(
             f"{schedule.name} has rows for {len(schedule.workers)} workers, but p is {schedule.p}"
         )
-    if schedule.replicas:
-        _check_replicas(schedule)
     owner: dict[int, int] = {}
     for worker, row in enumerate(schedule.workers):
         if not row:
@@ -53,6 +51,8 @@ def check_placement(schedule: Schedule) -> None:
     for stage in range(schedule.stages):
         if stage not in owner:
             raise IllegalSchedule(f"stage {stage} is on no worker")
+    if schedule.replicas:
+        _check_replicas(schedule)
 
 
 def _check_replicas(schedule: Schedule) -> None:
@@ -297,14 +297,30 @@ def check_versions(schedule: Schedule) -> None:
         for action in row:
             if action.is_message:
                 continue
+            own = stage_ledgers[worker][action.stage]
             try:
-                stage_ledgers[worker][action.stage].note(action)
+                own.note(action)
             except IllegalSchedule as error:
-                raise IllegalSchedule(f"worker {worker}: {error}", worker, action) from None
+                why = _too_many_in_flight(schedule, action.stage, own)
+                raise IllegalSchedule(f"{why}worker {worker}: {error}", worker, action) from None
 
 
-def check_memory(schedule: Schedule, cap: float) -> None:
-    for worker, row in enumerate(schedule.workers):
+def _too_many_in_flight(schedule: Schedule, stage: int, own: Ledger) -> str:
+    """Why the policy of `own`, the ledger of `stage` on one worker, does not suit `schedule`."""
+    most = own.policy.most_in_flight
+    entering = (len(own.used) + 1) * len(schedule.owners[stage])
+    if most is None or entering <= most:
+        return ""
+    turns = ", because workers take turns" if schedule.period > 1 else ""
+    return (
+        f"{schedule.name} does not go with weights={own.policy.name!r}, which counts on at most "
+        f"{most} microbatches in flight at a stage: stage {stage} has {entering}{turns}; "
+    )
+
+
+def check_memory(schedule: Schedule, caps: Sequence[float]) -> None:
+    """No worker holds more activations, in units of A, than its own of `caps`."""
+    for worker, (row, cap) in enumerate(zip(schedule.workers, caps, strict=True)):
         held = 0
         for action in row:
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

@@ -10,7 +10,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from pipeschool.draw.charts import (
+from pipeschool.draw.gantt_chart import (
+    add_panels,
+    begin_of,
+    draw_boxes,
+    row_height,
+    stretch_of,
+)
+from pipeschool.draw.style import (
     BOTTOM,
     COLOURS,
     LEFT,
@@ -19,12 +26,7 @@ from pipeschool.draw.charts import (
     TOP,
     WIDTH,
     Chart,
-    add_panels,
-    begin_of,
-    draw_boxes,
     house_style,
-    row_height,
-    stretch_of,
 )
 from pipeschool.memory import Level
 from pipeschool.text import time_unit, title

@@ -62,7 +62,7 @@ MESSAGE_SECONDS = Exercise(
             "per second are seconds, and the latency comes on top, once",
         ),
         Part(
-            title="where it does not",
+            title="where m does not divide the batch",
             cases=[
                 (3, 2, 1, 4, 0, 4),
                 (10, 4, 10, 4, 0.5, 1000),
@@ -115,7 +115,7 @@ GPIPE_SECONDS = Exercise(
             "one on its way back, travel while their receiver works: count the boundaries",
         ),
         Part(
-            title="where they do not",
+            title="where messages do not overlap",
             cases=[
                 (1, 3, 1, 2, 1, False),
                 (2, 1, 1, 2, 1, False),
@@ -123,9 +123,9 @@ GPIPE_SECONDS = Exercise(
                 (4, 8, 2, 4, 1, False),
             ],
             draw=lambda rng, size: draw_gpipe(rng, size, "by hand"),
-            hint="a worker now spends forward + message on each microbatch, and backward + message "
-            "on the way back. Only the worker at the end of the way has nobody to send to: its "
-            "last action is not followed by a message",
+            hint="a worker that sends is busy for work and message together, so that is its pace. "
+            "The worker at the end of the way has nobody to send to: which one is that for "
+            "forwards, and which for backwards?",
         ),
         Part(
             title="where the link is slower than the workers",
@@ -304,7 +304,7 @@ WORKER_OF = Exercise(
             hint="worker s then has stage s, whichever microbatch it is",
         ),
         Part(
-            title="where some have several",
+            title="where some stages have several",
             share=3,
             cases=[
                 ([2], 0, 0),
@@ -345,8 +345,8 @@ def judge_spread(answer: Answer, seconds: list[float], workers: int) -> None:
     require(min(replicas) >= 1, "at least one worker for every stage", got)
     require(
         sum(replicas) == workers,
-        f"{workers} workers in all",
-        f"{got}: {sum(replicas)} in all",
+        f"numbers whose sum is workers = {workers}",
+        f"{got}: the sum is {sum(replicas)}",
     )
     right, pace = pace_of(seconds, spread_workers(seconds, workers)), pace_of(seconds, replicas)
     require(
@@ -375,9 +375,15 @@ SPREAD_WORKERS = Exercise(
             hint="which stage does everybody wait for?",
         ),
         Part(
-            title="with several",
+            title="with several workers to spare",
             share=2,
-            cases=[([4.0, 3.0], 4), ([1.0, 9.0], 4), ([6.0, 5.0, 1.0], 6), ([2.0, 9.0, 4.0], 9)],
+            cases=[
+                ([3.0, 2.0], 4),
+                ([1.0, 3.0], 4),
+                ([1.0, 9.0], 4),
+                ([6.0, 5.0, 1.0], 6),
+                ([2.0, 9.0, 4.0], 9),
+            ],
             draw=lambda rng, size: draw_spread(rng, size, rng.randint(2, size + 3)),
             hint="a stage of t seconds on r workers is done with a microbatch every t / r seconds. "
             "After each worker that you have given away, look again which stage is slowest",

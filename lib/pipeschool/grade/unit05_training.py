@@ -132,6 +132,7 @@ BEST_M = Exercise(
             share=2,
             cases=[
                 tuning_case(2, 64, 0.1, 1.0),
+                tuning_case(4, 128, 0.75, 1.0),  # between 4p and 8p
                 tuning_case(2, 256, 0.2, 1.0),
                 tuning_case(4, 512, 1.0, 1.0),
             ],
@@ -141,7 +142,7 @@ BEST_M = Exercise(
             "by asking on which side of its middle the throughput still rises",
         ),
         Part(
-            title="where it is smaller",
+            title="where the best m is smaller",
             share=2,
             cases=[
                 tuning_case(2, 64, 16.0, 1.0),
@@ -149,10 +150,11 @@ BEST_M = Exercise(
                 tuning_case(8, 256, 10.0, 1.0),
             ],
             draw=lambda rng, size: draw_line(rng, size, 0.3, 0.75),
-            hint="if twice as many microbatches are slower, look in the other direction as well",
+            hint="if twice as many microbatches are slower, look in the other direction as well. "
+            "Then the best m is between two values that you know: halve what is left there, too",
         ),
         Part(
-            title="where it is at an end",
+            title="where the best m is at an end",
             share=1,
             cases=[
                 tuning_case(1, 8, 1.0, 1.0),
@@ -197,19 +199,24 @@ def judge_scale(answer: Answer, found: list[float], right: list[float]) -> None:
 
 
 def draw_scaled(rng: Random, size: int) -> Case:
-    """The first number is 0 now and then, and each is a little off, as after float32."""
-    right = [rng.randint(-9, 9) / 4 for _ in range(size + 1)]
-    right[rng.randrange(size + 1)] = 1.25
+    """Long or short, some numbers 0 now and then, and each a little off, as after float32."""
+    unit = rng.choice([1e-6, 1.0, 1e3])
+    right = [unit * rng.randint(-9, 9) / 4 for _ in range(size + 1)]
+    right[rng.randrange(size + 1)] = 1.25 * unit
     factor = rng.choice([-1.0, 0.25, 1.0, 2.0, 8.0])
-    return [factor * r * (1 + rng.uniform(-1, 1) * 1e-7) for r in right], right
+    off = 1e-7 * hypot(*right)
+    return [factor * (r + rng.uniform(-1, 1) * off) for r in right], right
 
 
 def draw_turned(rng: Random, size: int) -> Case:
-    """Same length, another direction: two numbers change places."""
-    right = [float(n) for n in rng.sample(range(1, 40), size + 1)]
-    factor = rng.choice([1.0, 4.0])
+    """Another direction, by two numbers that change places, or by one that is a little off."""
+    unit, factor = rng.choice([1e-6, 1.0]), rng.choice([1.0, 4.0])
+    right = [unit * n for n in rng.sample(range(1, 40), size + 1)]
     found = [factor * r for r in right]
-    found[0], found[-1] = found[-1], found[0]
+    if rng.random() < 0.5:
+        found[0], found[-1] = found[-1], found[0]
+    else:
+        found[right.index(min(right))] += 0.002 * hypot(*found)
     return found, right
 
 
@@ -229,10 +236,13 @@ SCALE_OF = Exercise(
                 ([-3.0, 1.0], [3.0, -1.0]),
                 ([0.5, 0.25, -1.0], [2.0, 1.0, -4.0]),
                 ([3.0000003, 6.0], [1.0, 2.0]),
+                ([2.0, 1e-8], [1.0, 0.0]),  # rounding, where `right` is 0
+                ([3000.1, 6000.0], [1000.0, 2000.0]),
             ],
             draw=draw_scaled,
             hint="one factor for all numbers, with its sign. A number of `right` may be 0, so do "
-            "not divide by it; and real gradients are a little off, so do not ask for equality",
+            "not divide by it. And real gradients are a little off, here a bit and there a bit: "
+            "how long is what is left over, beside the whole?",
         ),
         Part(
             title="where the direction is wrong",
@@ -242,9 +252,12 @@ SCALE_OF = Exercise(
                 ([2.0, 4.0, 3.0], [1.0, 2.0, 0.0]),
                 ([2.0, 2.0, 4.0], [1.0, 1.0, 1.0]),
                 ([4.0, 8.0, 0.0], [1.0, 2.0, 1.0]),
+                ([2e-6, 1e-6], [1e-6, 2e-6]),  # small numbers, and a large difference
+                ([2.0, 2.01], [1.0, 1.0]),
             ],
             draw=lambda rng, size: draw_turned(rng, size + 1),
-            hint="multiply `right` by your factor: is that `found`, in every number?",
+            hint="multiply `right` by your factor: is that `found`, in every number? Gradients may "
+            "be tiny: a difference is large or small beside their length, not by itself",
         ),
     ],
 )
@@ -284,7 +297,7 @@ CLIP_FACTOR = Exercise(
             "root of the sum of all squares, so what can you add up of the stages' lengths?",
         ),
         Part(
-            title="where it is short enough",
+            title="where the gradient is short enough",
             cases=[
                 ([0.5], 1.0),
                 ([4.0], 2.0),  # too long, so that "always 1" is no answer
@@ -312,9 +325,12 @@ def late_descent(rate: float, delay: int, steps: int) -> list[float]:
 def judge_late(answer: Answer, rate: float, delay: int, steps: int) -> None:
     """Name the first weight that is wrong."""
     right, got = late_descent(rate, delay, steps), answer(rate, delay, steps)
-    require(
-        len(got) == len(right), f"{steps + 1} weights, the first 1.0", f"{len(got)}: {show(got)}"
-    )
+    if len(got) != len(right):
+        raise Wrong(
+            f"as many weights as steps + 1 = {steps + 1}, the first 1.0",
+            f"{len(got)} of them: {show(got)}",
+            hint="how often your loop goes round: the start is a weight, and each step adds one",
+        )
     for t, (expected, weight) in enumerate(zip(right, got, strict=True)):
         if not same(expected, weight):
             raise Wrong(f"weight {t} to be {expected:g}", f"{weight:g}, in {show(got)}")
@@ -338,7 +354,7 @@ LATE_DESCENT = Exercise(
             hint="the gradient of w * w / 2 is w itself, and a step goes against it",
         ),
         Part(
-            title="with one",
+            title="with a delay",
             share=2,
             cases=[(0.5, 1, 1), (0.5, 1, 3), (0.25, 2, 5), (0.5, 3, 2), (1.5, 3, 6)],
             draw=lambda rng, size: draw_late(rng, size, rng.randint(1, size)),

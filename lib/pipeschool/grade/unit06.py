@@ -67,7 +67,7 @@ TENSOR_BYTES = Exercise(
         Part(
             title="for several devices",
             share=2,
-            cases=[(1, 2, 100), (1, 4, 100), (3, 2, 100), (3, 4, 100), (8, 8, 1000)],
+            cases=[(1, 2, 100), (1, 3, 300), (1, 4, 100), (3, 2, 100), (3, 4, 100), (8, 8, 1000)],
             draw=lambda rng, size: (
                 rng.randint(1, 3 * size),
                 size + 1,
@@ -343,6 +343,10 @@ def choice(value: object) -> tuple[Mix, list[str]]:
 
 
 BATCH = "the sequences of a step are shared out: `data` lines take `m` microbatches each"
+MEMORY = (
+    "is it the weights? Their bytes are shared by the stages and the tensor-parallel devices. Or "
+    "the activations? They grow with `microbatch`, and with the microbatches in flight"
+)
 TABLE = (
     "the table of reasons above the exercise: when is each true? ps.mix.reasons(model, machine, "
     "mix) gives all that are, with their numbers"
@@ -363,18 +367,21 @@ def judge_choose(answer: Answer, site: str) -> None:
         found = estimate(place.model, place.machine, mix)
     except ValueError as problem:
         raise Wrong("a mix that can be built there", str(problem)) from None
-    require(
-        found.fits,
-        f"at most {gigabytes(found.capacity)} on every device",
-        f"{gigabytes(found.memory)} with {mix}",
-    )
+    if not found.fits:
+        raise Wrong(
+            f"at most {gigabytes(found.capacity)} on every device",
+            f"{gigabytes(found.memory)} with {mix}",
+            hint=MEMORY,
+        )
     best = best_for(site).best.seconds
-    require(
-        found.seconds <= SLACK * best,
-        f"a step in {SLACK * best:.3g} seconds or less",
-        f"{found.seconds:.3g} seconds with {mix}: compute {found.compute:.3g}, bubble "
-        f"{found.bubble:.3g}, tensor {found.tensor:.3g}, data {found.data:.3g}",
-    )
+    if found.seconds > SLACK * best:
+        used, there = mix.devices, place.machine.devices
+        raise Wrong(
+            f"a step in {SLACK * best:.3g} seconds or less",
+            f"{found.seconds:.3g} seconds with {mix}: compute {found.compute:.3g}, bubble "
+            f"{found.bubble:.3g}, tensor {found.tensor:.3g}, data {found.data:.3g}",
+            hint=f"data * pipeline * tensor: {used} of {there} devices" if used < there else "",
+        )
     for reason in said:
         if reason not in REASONS:
             raise Wrong(f"a reason out of {', '.join(REASONS)}", show(reason), hint=TABLE)
@@ -394,7 +401,11 @@ CHOOSE = Exercise(
     reference=choose,
     judge=judge_choose,
     parts=[
-        site_part("desk", "how many devices are there?"),
+        site_part(
+            "desk",
+            "how many devices are there, and does the model fit on them? Then what could make a "
+            "step longer than it need be?",
+        ),
         site_part(
             "workstation",
             "does a whole copy of the model fit on one device? Then what would a pipeline give you "

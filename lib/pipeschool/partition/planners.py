@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import PerStage, number, per_item
+from pipeschool.cost import PerStage, number, numbers, per_item
 from pipeschool.partition.plan import (
     Plan,
     boundary_seconds,
@@ -103,7 +103,7 @@ def balanced(
     if memory_cap is None:
         caps, bytes_on = [math.inf] * p, lambda layers, worker: 0.0
     else:
-        caps = [number("memory_cap", c) for c in per_item("memory_cap", memory_cap, p, "worker")]
+        caps = per_item("memory_cap", numbers("memory_cap", memory_cap), p, "worker")
         bytes_on = _bytes_on(profile, p, m, schedule)
 
     def seconds(layers: range, worker: int, _: int) -> float:

@@ -58,7 +58,8 @@ def run(
         stage before it returned: a tensor, or a tuple of tensors of any shape and dtype.
     batches: (inputs, targets) pairs, tensors or tuples of tensors, samples along the first
         dimension; a forward-only schedule takes (inputs, None), too. A synchronous schedule of
-        one batch repeats itself for as many as there are.
+        one batch repeats itself for as many as there are; of an iterable without a length, such as
+        a generator, it takes 1000 at most. Any other wants as many as it was built for.
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.
@@ -72,7 +73,7 @@ def run(
     engine: ``pipeschool``, or ``torch``: the same schedule on PyTorch's own engine,
         ``torch.distributed.pipelining``, for synchronous schedules and equal microbatches.
     timeout: seconds without any progress after which a run counts as stuck. A worker that is
-        busy computing gets 15 times as long.
+        busy computing gets 15 times as long. Declared times, of `pace` and of links, do not count.
     nan_check: stop at the first NaN that a stage gives.
     seed: worker w seeds torch with seed + w.
     history: note the parameters after every update, see `Result.history`.
@@ -92,11 +93,6 @@ def run(
     fails; `RunStopped` (a KeyboardInterrupt) when it is interrupted. No worker outlives the call.
     """
     called = time.perf_counter()
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
-            f"not {type(schedule).__name__}"
-        )
     schedule = with_weights(schedule, weights)
     start_early()
     options = options_of(

@@ -84,8 +84,8 @@ class Clock:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
-        if self.cuda:
-            torch.cuda.synchronize()
+        if self.cuda:  # not the whole device: a message may wait for its receiver
+            torch.cuda.current_stream().synchronize()
         return now()
 
     def seconds(self, mark: Mark) -> float:

@@ -96,4 +96,4 @@ def guarded(call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except RuntimeError as error:
-        raise PeerLost(str(error).splitlines()[0]) from None
+        raise PeerLost(str(error).partition("\n")[0]) from None

@@ -89,14 +89,14 @@ class Inbox:
         """Wait for a packet, and for the tensors that follow it."""
         if not self.asked:
             self._ask(1)
-        asked, buffer, wait = self.asked.popleft()
+        expected, buffer, wait = self.asked.popleft()
         wait()
         left, action, shapes, tensors = packet.unpack(buffer.cpu())
         if self.ahead:
             self._ask(1)
         if tensors is None:
-            tensors = tuple(self._rest(asked, shapes))
-            if self.ahead and self.fetched is None:
+            tensors = tuple(self._rest(expected, shapes))
+            if self.ahead and self.asked and self.fetched is None:
                 self._start_thread()
         return Arrived(action, tensors, left)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from pipeschool.run.weights import Parameters, StageState, Update, on_cpu
 from pipeschool.trace import Span, Trace
 
 MOST_WORKERS = 64  # processes on one machine
+MOST_UNCOUNTED = 1000  # batches of an iterable that does not say how many it has
 Item = TypeVar("Item")
 Pace = tuple[float | Sequence[float], float | Sequence[float]]
 
@@ -131,7 +133,7 @@ def launch(
     paces = pace_table(options.pace, recompute, schedule)
     longest = max((max(times) for times in paces.values()), default=0.0) if paces else 0.0
     link = link_of(options)
-    patience = options.timeout + longest + options.latency  # what is declared is no standstill
+    patience = options.timeout + longest  # what is declared is no standstill
 
     def job(worker: int, rendezvous: str = "", part: int = 0) -> Job:
         mine = schedule.stages_of(worker)
@@ -276,7 +278,10 @@ def fit_batches(
         )
     wanted = schedule.batches
     repeats = schedule.synchronous and wanted == 1 and not schedule.lowered
-    data = list(batches if repeats else itertools.islice(batches, wanted + 1))
+    if repeats:
+        data = listed(batches, "batches", "give a list of as many as you want")
+    else:
+        data = list(itertools.islice(batches, wanted + 1))
     for batch in data:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
@@ -291,6 +296,19 @@ def fit_batches(
         more = "more" if len(data) > wanted else str(len(data))
         raise ValueError(f"{schedule.name} was built with batches={wanted}, but there are {more}")
     return schedule, data
+
+
+def listed(batches: Iterable[Item], name: str, advice: str) -> list[Item]:
+    """All of `batches`; ValueError where they may never end, with `advice` what to give instead."""
+    if operator.length_hint(batches, -1) >= 0:  # they have a length, and so an end
+        return list(batches)
+    data = list(itertools.islice(batches, MOST_UNCOUNTED + 1))
+    if len(data) > MOST_UNCOUNTED:
+        raise ValueError(
+            f"{name} gave more than {MOST_UNCOUNTED} batches and has no length that says when it "
+            f"will end: {advice}"
+        )
+    return data
 
 
 def check_stages(schedule: Schedule, stages: Sequence[nn.Module]) -> None:

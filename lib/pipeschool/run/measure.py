@@ -20,7 +20,7 @@ from pipeschool.run.live import LiveBytes, size_of
 from pipeschool.run.microbatch import cut
 from pipeschool.run.stage import Loss, Stage, Tensors
 from pipeschool.run.weights import MakeOptimizer, StageWeights, Update
-from pipeschool.versions import Flush, Ledger
+from pipeschool.versions import OneVersion
 
 Do = Callable[[Action, Callable[[], Any]], Any]  # does the work of an action, and measures it
 
@@ -142,7 +142,7 @@ class _Scale:
 
 def _stage(index: int, module: nn.Module, optimizer: MakeOptimizer | None) -> Stage:
     own = copy.deepcopy(module)
-    return Stage(index, own, StageWeights(own, Update(optimizer), Ledger(Flush())))
+    return Stage(index, own, StageWeights(own, Update(optimizer), OneVersion()))
 
 
 def _there_and_back(

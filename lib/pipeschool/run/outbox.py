@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeschool.run.errors import PeerLost, guarded
+from pipeschool.run.errors import guarded
 
 MANY = 32  # small messages that are kept unasked
 
@@ -29,8 +29,9 @@ class Outbox:
     def __init__(self, polled: bool):
         self.polled = polled
         self.kept: deque[Sent] = deque()
-        self.waited_for: queue.Queue[deque[Sent] | None] | None = None
-        self.error: PeerLost | None = None
+        self.leaving: queue.SimpleQueue[deque[Sent] | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
 
     def add(self, message: Iterable[Sent], large: bool) -> None:
         """Hold on to the buffers of a message; large: not for longer than needed."""
@@ -39,30 +40,28 @@ class Outbox:
             while self.kept and self.kept[0][0].is_completed():
                 self.kept.popleft()
         elif large or len(self.kept) >= MANY:
-            if self.waited_for is None:
-                self.waited_for = queue.Queue()
-                threading.Thread(target=self._wait_on, args=(self.waited_for,), daemon=True).start()
-            self.waited_for.put(self.kept)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._let_go, daemon=True)
+                self.thread.start()
+            self.leaving.put(self.kept)
             self.kept = deque()
 
     def settle(self) -> None:
-        """Wait until everything has left; the thread goes, too: a process may run many times."""
-        if self.waited_for:
-            self.waited_for.put(None)
-            self.waited_for.join()
-            self.waited_for = None
+        """Wait until everything has left."""
+        if self.thread:
+            self.leaving.put(None)
+            self.thread.join()
+            self.thread = None
         wait_for(self.kept)
         if self.error:
             raise self.error
 
-    def _wait_on(self, messages: queue.Queue[deque[Sent] | None]) -> None:
-        for sent in iter(messages.get, None):
-            try:
-                wait_for(sent)
-            except PeerLost as error:
-                self.error = error
-            messages.task_done()
-        messages.task_done()  # of None
+    def _let_go(self) -> None:
+        try:
+            while (messages := self.leaving.get()) is not None:
+                wait_for(messages)
+        except BaseException as error:  # raised by `settle`
+            self.error = error
 
 
 def wait_for(sent: deque[Sent]) -> None:

@@ -60,19 +60,17 @@ class Unpacked(NamedTuple):
     tensors: Tensors | None  # None where they follow the packet
 
 
-def pack(receive: Action, tensors: Tensors, payload: list[Tensor], inline: bool) -> Packed:
-    """Make a message of `tensors` for `receive`, so that sending it later takes no time.
+def pack(header: list[int], payload: list[Tensor], inline: bool) -> Packed:
+    """Make a message, so that sending it later takes no time.
 
-    payload: those of them that are there, as this process's memory holds them. inline: put them
-    into the packet if they fit.
+    header: what `write_header` gives. payload: the tensors of it that are there, as this process's
+    memory holds them. inline: put them into the packet if they fit.
     """
     sizes = [tensor.nbytes for tensor in payload]
-    numbers = write_header(receive, tensors)
-    at = aligned(8 * len(numbers))
+    at = aligned(8 * len(header))
     inline = inline and at + sum(map(aligned, sizes)) <= SIZE
-    numbers[1] = int(inline)
     packet = bytearray(SIZE)
-    struct.pack_into(f"{len(numbers)}q", packet, 0, *numbers)
+    struct.pack_into(f"{len(header)}q", packet, 0, 0, int(inline), *header[2:])
     if not inline:
         return Packed(packet, payload, sum(sizes))
     room = memoryview(packet)
@@ -110,8 +108,8 @@ def unpack(packet: Tensor) -> Unpacked:
 
 
 def write_header(receive: Action, tensors: Tensors) -> list[int]:
-    """The numbers at the head of a packet: time and place, filled in later, what the message is,
-    and the dtype and shape of each of its tensors."""
+    """The numbers at the head of a packet: when its sender was done with it and whether its tensors
+    are in it (both filled in later), what it is, and the dtype and shape of each of its tensors."""
     numbers = [
         0, 0, MESSAGE_KINDS.index(receive.kind), receive.stage, receive.microbatch, len(tensors)
     ]  # fmt: skip

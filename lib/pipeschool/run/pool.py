@@ -56,11 +56,16 @@ def be_worker(*args: Any) -> None:
 
 
 class Pool:
-    """`p` worker processes, with a control pipe each and a board that all can read."""
+    """`p` worker processes, with a control pipe each and two boards that all can read.
+
+    board: for each worker the action under way, -1 before the first. on_link: 1 while nothing but a
+    declared link holds it up.
+    """
 
     def __init__(self, p: int):
         context = start_fork_server()
-        self.board = context.RawArray("q", [-1] * p)  # per worker: the action under way
+        self.board = context.RawArray("q", [-1] * p)
+        self.on_link = context.RawArray("b", p)
         self.controls: list[Connection] = []
         self.outputs: dict[Connection, Output] = {}
         self.processes: list[multiprocessing.process.BaseProcess] = []
@@ -80,7 +85,8 @@ class Pool:
             source, target = context.Pipe(duplex=False)
             self.outputs[source] = Output(rank, stream)
             ends.append(target)
-        process = context.Process(target=be_worker, args=(rank, self.board, *ends), daemon=True)
+        boards = self.board, self.on_link
+        process = context.Process(target=be_worker, args=(rank, *boards, *ends), daemon=True)
         process.start()
         self.processes.append(process)
         for end in ends:  # the worker has them now

@@ -23,9 +23,15 @@ from pipeschool.run.parcel import pack, unpack
 from pipeschool.run.worker import work
 
 
-def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: Connection) -> None:
+def main(
+    rank: int,
+    board: MutableSequence[int],
+    on_link: MutableSequence[int],
+    control: Connection,
+    *outputs: Connection,
+) -> None:
     """All that a worker process does. `board` tells the controller where it is, even when this
-    process is gone."""
+    process is gone; `on_link`, whether a declared link holds it up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
     for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
         redirect(output, descriptor)
@@ -48,7 +54,7 @@ def main(rank: int, board: MutableSequence[int], control: Connection, *outputs: 
             world_size=job.schedule.p * job.parts,
         )
         row = job.schedule.workers[rank // job.parts]
-        answer = work(rank, job, device, board)
+        answer = work(rank, job, device, board, on_link)
     except BaseException as error:
         answer = failure(row[board[rank]] if 0 <= board[rank] < len(row) else None, error)
     sys.stdout.flush()

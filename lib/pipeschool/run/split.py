@@ -85,17 +85,20 @@ class SplitBackward:
 
     def weight_half(self) -> None:
         """Add the weights' gradients to their ``.grad``; the graph is free after that."""
-        pairs = self.aside
         for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
-            found = gradients_of(edges, list(zip(starts, gradients, strict=True)))
-            pairs += zip(edges, found, strict=True)
+            pairs = list(zip(starts, gradients, strict=True))
+            # On to the weights at once: these may be large.
+            self._add(zip(edges, gradients_of(edges, pairs), strict=True))
+        self._add(self.aside)
         self.branches, self.aside = [], []
-        pairs = [pair for pair in pairs if is_there(pair[1])]
-        if pairs and self.weights:
-            # Not `gradients_of`: two weights that are added have one gradient, in one place of
-            # memory, and so may a weight and an input. This copies where it must.
-            places, values = zip(*pairs, strict=True)
-            torch.autograd.backward(places, values, inputs=self.weights)
+
+    def _add(self, pairs: Iterable[Pair]) -> None:
+        """From `pairs` on to the weights. Unlike `torch.autograd.grad`, this does not give two
+        weights that are added the same memory for their gradients."""
+        there = [pair for pair in pairs if is_there(pair[1])]
+        if there and self.weights:
+            places, gradients = zip(*there, strict=True)
+            torch.autograd.backward(places, gradients, retain_graph=True, inputs=self.weights)
 
 
 def gradients_of(

@@ -55,6 +55,7 @@ class Stage:
         self.weights = weights
         self.recompute = recompute
         self.shell = Shell(module)
+        self.has_buffers = next(module.buffers(), None) is not None
         self.in_flight: dict[int, Flight] = {}
 
     def forward(
@@ -102,6 +103,7 @@ class Stage:
         """
         flight = self.in_flight.pop(microbatch)
         outputs, starts = matched(flight, gradients)
+        self.weights.lend(version)
         if outputs:  # a checkpoint inside the module goes forward again, with the same weights
             self._having(version.parameters, torch.autograd.backward, outputs, starts)
         found = tuple(leaf.grad for leaf in flight.leaves)
@@ -125,6 +127,7 @@ class Stage:
         """The second half: gradients of the weights, which are collected."""
         halves = self.in_flight.pop(microbatch).halves
         assert halves is not None
+        self.weights.lend(version)
         self._having(version.parameters, halves.weight_half)
         self.weights.collect(version, halves.inputs)
 
@@ -137,9 +140,9 @@ class Stage:
         """
         state = version.parameters | buffers if buffers else version.parameters
         outputs = as_tensors(self._having(state, self.module, *inputs), f"stage {self.index}")
-        kept = addresses(self.module.buffers())
-        if not kept:
+        if not self.has_buffers:
             return outputs
+        kept = addresses(self.module.buffers())
         return tuple(out.clone() if kept & addresses([out]) else out for out in outputs)
 
     def _having(self, state: Parameters, function: Callable[..., Any], *args: Any) -> Any:

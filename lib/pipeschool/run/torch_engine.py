@@ -36,7 +36,7 @@ from pipeschool.run.stage import Tensors, checked_loss
 from pipeschool.run.torch_limits import one_batch
 from pipeschool.run.weights import StageWeights, on_cpu
 from pipeschool.trace import Span
-from pipeschool.versions import Flush, Ledger
+from pipeschool.versions import OneVersion
 
 SHIPPED = {  # a name like ours -> PyTorch's, and the chunks per worker where nobody asks
     "gpipe": ("GPipe", 1),
@@ -122,7 +122,7 @@ def _work(row: Row, device: torch.device) -> Report:
     m, count = schedule.m, schedule.stages
     logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # prints all rows on errors
     for index, module in job.modules.items():
-        row.weights[index] = StageWeights(module, job.update, Ledger(Flush()))
+        row.weights[index] = StageWeights(module, job.update, OneVersion())
         if index in job.restore:
             row.weights[index].restore(job.restore[index])
     stages = [Stage(row, module, i, count, device) for i, module in sorted(job.modules.items())]

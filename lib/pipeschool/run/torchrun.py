@@ -80,7 +80,7 @@ def take_part(
         for what, mine in same.items():
             refuse_difference(what, mine)
         with torch.random.fork_rng():
-            answer = work(rank(), job, torch.device(job.device), lookout.board)
+            answer = work(rank(), job, torch.device(job.device), lookout.board, lookout.on_link)
         reports: list[Any] = [answer] * world
         if isinstance(answer, Report):
             dist.all_gather_object(reports, answer)
@@ -171,6 +171,7 @@ class Lookout:
         self.timeout = timeout
         self.rank = rank()
         self.board = [-1] * schedule.p
+        self.on_link = [0] * schedule.p
         self.verdict: RunError | None = None
         self.main_knows = False  # the worker has found out by itself
         self.moved = time.monotonic()
@@ -273,7 +274,7 @@ class Lookout:
         last = -1
         while not self.over.wait(TICK):
             position = self.board[self.rank]
-            if position != last:
+            if position != last or self.on_link[self.rank]:
                 last, self.moved, self.cpu = position, time.monotonic(), time.process_time()
             still = time.monotonic() - self.moved
             busy = time.process_time() - self.cpu > BUSY_SHARE * still

@@ -76,7 +76,7 @@ def train(
     m: microbatches in one batch.
     v: stages per worker, where there are several: their number is p * v.
     every: batches in a leg; after each the pipeline drains and a checkpoint is written. An epoch
-        where not given.
+        where not given; a loader without a length may then give 1000 batches at most.
     checkpoint: a file. Where it is there already, the training goes on from it.
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
@@ -148,10 +148,17 @@ def _legs(
     loader: Iterable[tuple[Any, Any]], epoch: int, place: Place, every: int | None
 ) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
     """(batches of this epoch done after the leg, its batches), from `place` on."""
+    from pipeschool.run.launch import listed
+
+    def next_leg() -> list[tuple[Any, Any]]:
+        if every is None:
+            return listed(batches, "the loader", "say with every= how many make a leg")
+        return list(islice(batches, every))
+
     done = place.batch if place.epoch == epoch else 0
     batches = iter(loader)
     skipped = sum(1 for _ in islice(batches, done))
-    while leg := list(islice(batches, every)):
+    while leg := next_leg():
         done += len(leg)
         yield done, leg
     if not done or skipped < (place.batch if place.epoch == epoch else 0):

@@ -2,10 +2,10 @@
 
 What a message looks like is `packet`'s matter; `inbox` and `outbox` are the two ends of a link.
 
-Activations and gradients have a process group each, and packets are asked for ahead of time. So a
-connection carries one direction only, and nobody takes its lock while the other side uses it: with
-gloo, a thread that finds it taken spins, for milliseconds where cores are few. (NCCL, too, would
-hold up a receive behind a send of the same pair.)
+Activations and gradients have a process group each, and gloo is asked for packets ahead of time. So
+a connection carries one direction only, and nobody takes its lock while the other side uses it:
+with gloo, a thread that finds it taken spins, for milliseconds where cores are few. (NCCL, too,
+would hold up a receive behind a send of the same pair.)
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Transport:
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """Make a message of `tensors`, so that sending it later takes no time."""
+        header = packet.write_header(self.routes[send].receive, tensors)
         payload = self._on_wire([plain(t) for t in tensors if t is not None])
-        receive = self.routes[send].receive
-        return packet.pack(receive, tensors, payload, inline=self.wire.type == "cpu")
+        return packet.pack(header, payload, inline=self.wire.type == "cpu")
 
     def _on_wire(self, tensors: list[Tensor]) -> list[Tensor]:
         """`tensors` where the backend can read them. From a GPU to the host they go through pinned
@@ -109,7 +109,6 @@ class Transport:
             copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)
         stream.synchronize()
         return copies
 
@@ -159,7 +158,7 @@ class Transport:
             add_up_over(group, gradients, parameters, self.wire)
 
     def settle(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left. In the middle of a run only if `prompt`."""
         for outbox in self.outbox.values():
             outbox.settle()
 
@@ -173,8 +172,8 @@ class Transport:
         peer, receive = peer_of(message, self.schedule), message_of(message)
         process = peer * self.parts + self.part
         kind, stage, microbatch = receive
-        # A number of its own for every part of every message.
-        number = (stage * self.schedule.microbatches + microbatch) * 2 + "FB".index(kind[-1])
+        number = stage * self.schedule.microbatches + microbatch
+        # A tag of its own for every part of every message of a group.
         return Route(peer, process, self.groups[kind[-1]], receive, number * packet.HEADER)
 
 

@@ -202,9 +202,9 @@ class Progress:
 
     def stalled(self, timeout: float) -> bool:
         """True when nothing has moved for `timeout` seconds and nobody computes, or for
-        BUSY_FACTOR times as long whatever they do."""
+        BUSY_FACTOR times as long whatever they do. A message on a declared link moves."""
         board = list(self.pool.board)
-        if board != self.board or not self.cpu:
+        if board != self.board or any(self.pool.on_link) or not self.cpu:
             self.board, self.since, self.cpu = board, time.monotonic(), self._cpu()
             return False
         if min(board) < 0:

@@ -81,29 +81,29 @@ class StageWeights:
         self._drop()
         return version
 
+    def lend(self, version: Version) -> None:
+        """Before a backward on `version`: let autograd add to the gradients of the next update."""
+        for name, parameter in version.parameters.items():
+            parameter.grad = self.gradients.get(name)
+
     def collect(self, version: Version, passed_on: Iterable[Tensor | None]) -> None:
-        """After a backward on `version`: add its gradients to those of the next update.
+        """After that backward: take them back.
 
         Nothing else may be in their memory, since later ones are added there. Autograd lets leaves
         share it where the graph goes on to views of them: weights with each other, or with the
         inputs, whose gradients are `passed_on`.
         """
-        own = version.parameters is self.current
         taken = addresses(passed_on)
         for name, parameter in version.parameters.items():
-            if parameter.grad is None:
+            if (gradient := parameter.grad) is None:
                 continue
             if name not in self.gradients:
-                here = addresses([parameter.grad])
+                here = addresses([gradient])
                 if here & taken:
-                    parameter.grad = parameter.grad.clone()
+                    gradient = gradient.clone()
                 taken |= here
-            if own or name not in self.gradients:
-                self.gradients[name] = parameter.grad
-            else:
-                self.gradients[name] += parameter.grad
-            if not own:  # otherwise autograd goes on adding to it
-                parameter.grad = None
+            self.gradients[name] = gradient
+            parameter.grad = None
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""
@@ -178,7 +178,8 @@ class StageWeights:
                     del self.versions[number]
 
     def _view(self) -> Parameters:
-        """The current values as leaves of their own; `.data` leaves the version counter behind."""
+        """The current values as leaves of their own (`.data` leaves the version counter behind), or
+        where there is only one version, the parameters themselves."""
         if isinstance(self.ledger, OneVersion):
             return self.current
         return {

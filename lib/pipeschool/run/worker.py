@@ -28,12 +28,18 @@ NO_VERSION = Version(0, 1, {})
 
 
 class Worker:
-    """Does one row of a lowered schedule, action by action."""
+    """Does one row of a lowered schedule, action by action.
 
-    def __init__(self, rank: int, job: Job, transport: Transport):
+    `wait_on_link` sleeps until a moment at which a declared link will have brought a message.
+    """
+
+    def __init__(
+        self, rank: int, job: Job, transport: Transport, wait_on_link: Callable[[float], None]
+    ):
         self.rank = rank
         self.job = job
         self.transport = transport
+        self.wait_on_link = wait_on_link
         self.report = Report()
         splits = any(action.kind == "I" for action in job.schedule.workers[rank])
         self.hears_hooks = job.schedule.synchronous and not splits
@@ -83,13 +89,14 @@ class Worker:
                     self.meter.live.note(t for t in arrived.tensors if t is not None)
                 self.ready = max(self.ready, arrived.left)
                 if self.job.link:
-                    sleep_until(arrived.left)
+                    self.wait_on_link(arrived.left)
         end = self.clock.mark()
         if self.job.pace and action.kind in self.job.pace:
             seconds = self.job.pace[action.kind][action.stage]
             start, end = self.keep_pace(seconds, self.clock.seconds(start))
         if self.meter:
-            self.transport.settle()
+            if self.job.backend == "gloo":  # what has left must not count; NCCL could stand still
+                self.transport.settle()
             self.meter.note(self.clock.seconds(start), self.clock.seconds(end))
         self.done.append((action, start, end, version.number, version.held, size))
 
@@ -265,13 +272,24 @@ def warm_up(device: torch.device) -> None:
 
 
 def work(
-    rank: int, job: Job, device: torch.device, board: MutableSequence[int]
+    rank: int,
+    job: Job,
+    device: torch.device,
+    board: MutableSequence[int],
+    on_link: MutableSequence[int],
 ) -> Report | Failure:
     """Do this process's row, once the process group is there. With tensor parallelism, several
     processes are one worker.
 
-    `board[rank]` always says which action of the row is under way.
+    `board[rank]` always says which action of the row is under way. `on_link[rank]` is 1 while the
+    message it needs has come, and is held back as a declared link would have done.
     """
+
+    def wait_on_link(moment: float) -> None:
+        on_link[rank] = 1
+        sleep_until(moment)
+        on_link[rank] = 0
+
     warm_up(device)
     number = rank // job.parts
     torch.manual_seed(job.seed + number)
@@ -290,7 +308,7 @@ def work(
         number, job.schedule, device, job.backend, part, job.parts, prompt=job.memory
     )
     transport.meet_for(job.ties)
-    worker = Worker(number, job, transport)
+    worker = Worker(number, job, transport, wait_on_link)
     row = job.schedule.workers[number]
     dist.barrier()
     worker.clock.start()

@@ -17,10 +17,12 @@ def round_robin(
     A stage on r workers takes a microbatch every (tF + tB)/r seconds, and the line is as fast as
     its slowest stage is then. For how many forwards a worker does in advance see `_warm_ups`.
 
-    weights: ``flush`` for one update per batch, or the policy of a stream without flushes. There,
-    an update takes as many microbatches as it needs for every worker to have had its turns: the
-    least common multiple of `replicas`. Every update sums the gradients of all workers of a stage,
-    which wait for each other.
+    weights: ``flush`` for one update per batch, or the policy of a stream without flushes, such as
+    ``stash``; ``vertical_sync`` and ``double_buffer`` count on fewer microbatches in flight than
+    most of these schedules have, and `check` refuses those. Without flushes, an update takes as
+    many microbatches as it needs for every worker to have had its turns: the least common multiple
+    of `replicas`. Every update sums the gradients of all workers of a stage, which wait for each
+    other.
     """
     counts = [whole_number("a number of workers", count) for count in replicas]
     if not counts:

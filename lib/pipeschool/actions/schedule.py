@@ -1,128 +1,15 @@
-"""Actions and schedules: who does what, in which order. Plain data, no torch.
-
-An `Action` is one cell of a pipeline chart. Its text is the one that PyTorch's schedule files use:
-``2F5`` is the forward of microbatch 5 on stage 2. A `Schedule` is one row of actions per worker.
-Everything else in pipeschool reads these two: the simulator, the workers, the plots, the graders.
-"""
+"""A schedule: one row of actions per worker."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
-COMPUTE_KINDS = ("F", "B", "I", "W")
-MESSAGE_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-KINDS = (*COMPUTE_KINDS, "U", *MESSAGE_KINDS)
-
-KIND_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "U": "optimizer update",
-    "SEND_F": "send of the activations",
-    "RECV_F": "receive of the activations",
-    "SEND_B": "send of the gradients",
-    "RECV_B": "receive of the gradients",
-}
-
-
-class IllegalSchedule(ValueError):
-    """A schedule that must not run. The message is one sentence.
-
-    Attributes: `worker` (its number or None) and `action` (an `Action` or None).
-    """
-
-    def __init__(self, message: str, worker: int | None = None, action: Action | None = None):
-        super().__init__(message)
-        self.worker = worker
-        self.action = action
-
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the sentence, without the library's own frames."""
-        return [f"{type(self).__name__}: {self}"]
-
-    @property
-    def microbatch(self) -> int | None:
-        """The microbatch of `action`; None where there is none, as in an update."""
-        return None if self.action is None or self.action.kind == "U" else self.action.microbatch
-
-
-class Action(NamedTuple):
-    """One thing that one worker does: `kind` on `stage` for `microbatch`, all counted from 0.
-
-    Kinds: ``F`` forward, ``B`` whole backward, ``I`` input gradient, ``W`` weight gradient,
-    ``U`` optimizer update, and the messages ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
-    For ``U`` the number counts updates, not microbatches.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @property
-    def is_message(self) -> bool:
-        """True for sends and receives."""
-        return self.kind in MESSAGE_KINDS
-
-    def describe(self) -> str:
-        """In words, for error messages: ``2F5 (forward of microbatch 5 on stage 2)``."""
-        what = "number" if self.kind == "U" else "of microbatch"
-        return f"{self} ({KIND_NAMES[self.kind]} {what} {self.microbatch} on stage {self.stage})"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The action that `text` names, such as ``2F5``; ValueError where it names none."""
-        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)", text.strip())
-        if not match or match[2] not in KINDS:
-            raise ValueError(
-                f"{text!r} is no action: write stage, kind and microbatch, such as 2F5, "
-                f"with a kind out of {', '.join(KINDS)}"
-            )
-        return cls(match[2], int(match[1]), int(match[3]))
-
-
-def F(stage: int, microbatch: int) -> Action:
-    """Forward of `microbatch` on `stage`."""
-    return Action("F", stage, microbatch)
-
-
-def B(stage: int, microbatch: int) -> Action:
-    """Whole backward (input and weight gradients) of `microbatch` on `stage`."""
-    return Action("B", stage, microbatch)
-
-
-def I(stage: int, microbatch: int) -> Action:  # noqa: E743  (the field's own letter)
-    """Input-gradient half of a split backward."""
-    return Action("I", stage, microbatch)
-
-
-def W(stage: int, microbatch: int) -> Action:
-    """Weight-gradient half of a split backward."""
-    return Action("W", stage, microbatch)
-
-
-def U(stage: int, update: int) -> Action:
-    """Optimizer update number `update` of `stage`."""
-    return Action("U", stage, update)
-
-
-def whole_number(name: str, value: object, at_least: int = 1) -> int:
-    """`value` as an int of `at_least` or more; otherwise ValueError, in one sentence."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
-    number = int(value.__index__())
-    if number < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, not {number}")
-    return number
+from pipeschool.actions.action import Action, U, whole_number
+from pipeschool.actions.form import as_pairs, as_replicas, as_rows, asked, shown
 
 
 @dataclass(frozen=True)
@@ -142,6 +29,9 @@ class Schedule:
         the gradients of all.
     chunks: stages into which a worker's share of one model is cut; where it is not given, as many
         as there are stages per worker.
+
+    What has another form than this raises ValueError, or `IllegalSchedule` where it is in a row.
+    Whether the schedule can be done is for `check` to say.
     """
 
     name: str
@@ -156,8 +46,22 @@ class Schedule:
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
 
     def __post_init__(self) -> None:
-        if not self.updates_every:
-            object.__setattr__(self, "updates_every", self.m)
+        for name, least in (
+            ("p", 1),
+            ("m", 1),
+            ("batches", 1),
+            ("updates_every", 0),
+            ("chunks", 0),
+        ):
+            whole_number(name, getattr(self, name), least)
+        formed = {
+            "workers": as_rows(self.workers, self.name, self.microbatches),
+            "updates_every": self.updates_every or self.m,
+            "replicas": as_replicas(self.replicas),
+            "overlapped": as_pairs(self.overlapped),
+        }
+        for name, value in formed.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
 
     @property
     def microbatches(self) -> int:
@@ -266,16 +170,24 @@ class Schedule:
         unless you say so. An asynchronous order is asked once, with all m * batches microbatches
         of the stream. `weights` is the name of a policy, or a subclass of `versions.Policy`.
 
+        Raises ValueError for arguments that do not fit, and where `order` fails or lists something
+        else than actions. Its NotImplementedError is let through: it is not written yet.
+
         >>> Schedule.from_workers(lambda w, p, m: [F(w, 0), B(w, 0)], p=2, m=1).workers[1]
         (Action(kind='F', stage=1, microbatch=0), Action(kind='B', stage=1, microbatch=0), \
 Action(kind='U', stage=1, microbatch=0))
         """
         p, m = whole_number("p", p), whole_number("m", m)
         batches = whole_number("batches", batches)
+        if not callable(order):
+            raise ValueError(
+                f"order must be a function order(worker, p, m) that lists the actions of a worker, "
+                f"not {shown(order)}"
+            )
         label = str(name or getattr(order, "__name__", "my order"))
         stream = 1 if weights == "flush" else batches
         every = whole_number("updates_every", updates_every or (m if weights == "flush" else 1))
-        rows = [_as_row(order(worker, p, m * stream), label, worker) for worker in range(p)]
+        rows = [asked(order, label, worker, p, m * stream) for worker in range(p)]
         if not any(action.kind == "U" for row in rows for action in row):
             rows = [with_updates(row, every) for row in rows]
         schedule = cls(
@@ -340,16 +252,10 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
     return peak
 
 
-def _as_row(actions: object, label: str, worker: int) -> list[Action]:
-    wanted = "it must return a list of actions such as [ps.F(0, 0), ps.B(0, 0)]"
-    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
-        raise ValueError(f"{label} returned {actions!r} for worker {worker}: {wanted}")
-    row = list(actions)
-    for item in row:
-        if not isinstance(item, Action):
-            raise ValueError(f"{label} listed {item!r} for worker {worker}: {wanted}")
-        if item.kind not in KINDS:
-            raise ValueError(f"{label} listed kind {item.kind!r}; allowed are {', '.join(KINDS)}")
-        whole_number(f"the stage of {item}", item.stage, at_least=0)
-        whole_number(f"the microbatch of {item}", item.microbatch, at_least=0)
-    return row
+def a_schedule(value: object) -> None:
+    """ValueError where `value` is no schedule."""
+    if not isinstance(value, Schedule):
+        raise ValueError(
+            f"schedule must be a pipeschool Schedule, such as ps.gpipe(p=4, m=8), "
+            f"not {type(value).__name__}"
+        )
