@@ -75,6 +75,18 @@ class TwiceInOneStep(nn.Module):
         return x @ square
 
 
+class Crossing(nn.Module):
+    """Two ways to one weight, which fork where another weight, used twice, is computed early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.randn(8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.one.exp()
+        return x * (grown * self.two + grown) * self.two
+
+
 class Sums(nn.Module):
     """One gradient for all: of the input, and of the weights that are added to it."""
 
@@ -101,6 +113,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a weight twice in one step": TwiceInOneStep,
     "layers": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]),
     "one layer": lambda: nn.Linear(8, 8),
+    "crossing ways": Crossing,
     "nothing but sums": Sums,
     "no bias": lambda: nn.Linear(8, 8, bias=False),
     "no weights": lambda: nn.Tanh(),

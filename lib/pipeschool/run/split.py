@@ -8,7 +8,7 @@ branches off to weights, the gradient that came by; the second half starts from 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,11 @@ Pair = tuple[GradientEdge, Tensor | None]  # where to start, and the gradient th
 
 
 class Branch(NamedTuple):
-    """Where the graph branches off to weights: the gradients that came by, and where to."""
+    """Where the graph branches off to weights: the gradients that came by, and these weights."""
 
     starts: list[GradientEdge]
     gradients: Gradients
-    edges: list[GradientEdge]
+    weights: list[Tensor]
 
 
 class SplitBackward:
@@ -50,22 +50,22 @@ class SplitBackward:
         leaves = [x for x in inputs if x.requires_grad]
         trainable = [w for w in weights if w.requires_grad]
         early = [] if leaves else first_used(roots, trainable)
-        early += shared(roots, leaves + early, without(trainable, early))
+        while True:
+            on_way = leading_to(roots, leaves + early)
+            off = branches(on_way, without(trainable, early))
+            if not (several := on_several(off)):
+                break
+            early += several  # more of the graph is on the way then, so look again
         self.weights = trainable
-        goals = leaves + early
-        on_way = leading_to(roots, goals)
         self.branches: list[Branch] = []
-        handles = [
-            node.register_prehook(self._note(node, edges))
-            for node, edges in branches(roots, on_way, without(trainable, early)).items()
-        ]
+        handles = [node.register_prehook(self._note(node, behind)) for node, behind in off.items()]
         pairs: list[Pair] = list(zip(starts, gradients, strict=True))
         down = [pair for pair in pairs if pair[0].node in on_way]
         # What the weight half starts from, but for the branches. An output from which no way leads
         # to a goal is for the weights alone.
         self.aside = [pair for pair in pairs if pair[0].node not in on_way]
         try:
-            found = gradients_of(goals, down, retain_graph=True)
+            found = gradients_of(leaves + early, down, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -74,31 +74,31 @@ class SplitBackward:
         given = iter(found)
         self.inputs: Gradients = tuple(next(given) if x.requires_grad else None for x in inputs)
 
-    def _note(self, node: Node, edges: list[GradientEdge]) -> Callable[[Gradients], None]:
+    def _note(self, node: Node, weights: list[Tensor]) -> Callable[[Gradients], None]:
         """A hook that notes the gradients which reach `node`."""
 
         def hook(gradients: Gradients) -> None:
             starts = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
-            self.branches.append(Branch(starts, tuple(filter(is_there, gradients)), edges))
+            self.branches.append(Branch(starts, tuple(filter(is_there, gradients)), weights))
 
         return hook
 
     def weight_half(self) -> None:
         """Add the weights' gradients to their ``.grad``; the graph is free after that."""
-        for starts, gradients, edges in self.branches:  # one step: off the way, towards weights
-            pairs = list(zip(starts, gradients, strict=True))
-            # On to the weights at once: these may be large.
-            self._add(zip(edges, gradients_of(edges, pairs), strict=True))
-        self._add(self.aside)
+        for starts, gradients, weights in self.branches:
+            add_gradients(weights, starts, gradients)
+        aside = [(place, gradient) for place, gradient in self.aside if gradient is not None]
+        if self.weights and aside:
+            add_gradients(self.weights, *zip(*aside, strict=True))
         self.branches, self.aside = [], []
 
-    def _add(self, pairs: Iterable[Pair]) -> None:
-        """From `pairs` on to the weights. Unlike `torch.autograd.grad`, this does not give two
-        weights that are added the same memory for their gradients."""
-        there = [pair for pair in pairs if is_there(pair[1])]
-        if there and self.weights:
-            places, gradients = zip(*there, strict=True)
-            torch.autograd.backward(places, gradients, retain_graph=True, inputs=self.weights)
+
+def add_gradients(
+    weights: Sequence[Tensor], starts: Sequence[GradientEdge], gradients: Gradients
+) -> None:
+    """From `starts` on to `weights`, and nowhere else. Unlike `torch.autograd.grad`, this does not
+    give two weights that are added the same memory for their gradients."""
+    torch.autograd.backward(starts, gradients, retain_graph=True, inputs=weights)
 
 
 def gradients_of(
@@ -154,27 +154,22 @@ def leading_to(roots: Iterable[Node], goals: Iterable[Tensor]) -> set[Node]:
     return leading
 
 
-def branches(
-    roots: Sequence[Node], on_way: set[Node], weights: Sequence[Tensor]
-) -> dict[Node, list[GradientEdge]]:
-    """The nodes `on_way` that also lead off it, to `weights`, each with its edges that do."""
-    towards = leading_to(roots, weights) - on_way
-    # Each edge once, though `torch.addmm(w, x, w)` has two to the same weight: autograd gives
-    # their sum for either.
-    found = {
-        node: list(dict.fromkeys(e for e in edges_of(node) if e.node in towards)) for node in on_way
-    }
-    return {node: edges for node, edges in found.items() if edges}
+def branches(on_way: set[Node], weights: Sequence[Tensor]) -> dict[Node, list[Tensor]]:
+    """The nodes `on_way` that also lead off it, to `weights`, each with those of them."""
+    owner = {get_gradient_edge(w).node: w for w in weights}
+    found = {}
+    for node in on_way:
+        off = walk(edge.node for edge in edges_of(node) if edge.node not in on_way)
+        if behind := [owner[leaf] for leaf in off if leaf in owner]:
+            found[node] = behind
+    return found
 
 
-def shared(
-    roots: Sequence[Node], goals: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Tensor]:
-    """The `weights` behind a node that several branches lead to."""
-    off = branches(roots, leading_to(roots, goals), weights)
-    users = Counter(node for edges in off.values() for node in {edge.node for edge in edges})
-    behind = set(walk(node for node, count in users.items() if count > 1))
-    return [w for w in weights if get_gradient_edge(w).node in behind]
+def on_several(off: Mapping[Node, Sequence[Tensor]]) -> list[Tensor]:
+    """The weights that several branches lead to."""
+    users = Counter(id(weight) for behind in off.values() for weight in behind)
+    weights = {id(weight): weight for behind in off.values() for weight in behind}
+    return [weight for key, weight in weights.items() if users[key] > 1]
 
 
 def first_used(roots: Sequence[Node], weights: Sequence[Tensor]) -> list[Tensor]:
