@@ -134,7 +134,7 @@ for name in names:
     axes.annotate(name, (speeds[name], peaks[name]), (9, 6), textcoords="offset points")
 axes.set(xlabel="batches per second", ylabel="kB on the fullest worker")
 axes.set_title("Measured, paced (filled: never late, open: late)", loc="left")
-axes.margins(x=0.18, y=0.2)
+axes.margins(x=0.3, y=0.2)
 chart
 
 # %% [markdown]
