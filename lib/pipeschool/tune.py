@@ -364,28 +364,28 @@ def _undefined(
     schedule: str | Callable[..., Schedule], workers: Sequence[int], samples: int, batches: int
 ) -> list[Probe]:
     """A probe for each of `workers` for which there is no m; its ValueError where that is all."""
-    refusals = {p: _refusal(_maker(schedule, p, batches), even_cuts(samples)) for p in workers}
-    skipped = {p: refusal for p, refusal in refusals.items() if refusal}
-    if len(skipped) == len(workers):
-        raise skipped[workers[-1]]
-    return [Probe(p, None, 0.0, False, f"not run: {why}") for p, why in skipped.items()]
+    skipped, refusal = [], None
+    for p in workers:
+        try:
+            _buildable(_maker(schedule, p, batches), even_cuts(samples))
+        except ValueError as error:
+            refusal = error
+            skipped.append(Probe(p, None, 0.0, False, f"not run: {error}"))
+    if refusal and len(skipped) == len(workers):
+        raise refusal
+    return skipped
 
 
-def _refusal(make: Callable[[int], Schedule], candidates: Iterable[int]) -> ValueError | None:
-    """The first ValueError of `make` where it makes a schedule for none of `candidates`."""
-    refusal = None
+def _buildable(make: Callable[[int], Schedule], candidates: Iterable[int]) -> list[int]:
+    """The `candidates` of which `make` makes a schedule; its own ValueError where there is none."""
+    found, refusal = [], None
     for m in candidates:
         try:
             make(m)
         except ValueError as error:
             refusal = refusal or error
         else:
-            return None
-    return refusal
-
-
-def _buildable(make: Callable[[int], Schedule], candidates: Sequence[int]) -> list[int]:
-    """The `candidates` of which `make` makes a schedule; its own ValueError where there is none."""
-    if refusal := _refusal(make, candidates):
+            found.append(m)
+    if refusal and not found:
         raise refusal
-    return [m for m in candidates if _refusal(make, [m]) is None]
+    return found

@@ -65,7 +65,7 @@ class SplitBackward:
         # to a goal is for the weights alone.
         self.aside = [pair for pair in pairs if pair[0].node not in on_way]
         try:
-            found = gradients_of(leaves + early, down, retain_graph=True)
+            found = gradients_of(leaves + early, down)
         finally:
             for handle in handles:
                 handle.remove()
@@ -101,18 +101,12 @@ def add_gradients(
     torch.autograd.backward(starts, gradients, retain_graph=True, inputs=weights)
 
 
-def gradients_of(
-    goals: Sequence[Tensor] | Sequence[GradientEdge],
-    pairs: Sequence[Pair],
-    retain_graph: bool = False,
-) -> Gradients:
-    """`torch.autograd.grad` of `goals`, from (start, its gradient) pairs; both may be none."""
+def gradients_of(goals: Sequence[Tensor], pairs: Sequence[Pair]) -> Gradients:
+    """Those of `goals`, from (start, its gradient) pairs; both may be none. The graph is kept."""
     if not goals or not pairs:
         return (None,) * len(goals)
     starts, gradients = zip(*pairs, strict=True)
-    return torch.autograd.grad(
-        starts, goals, gradients, retain_graph=retain_graph, allow_unused=True
-    )
+    return torch.autograd.grad(starts, goals, gradients, retain_graph=True, allow_unused=True)
 
 
 def is_there(gradient: Tensor | None) -> bool:

@@ -54,7 +54,7 @@ class Worker:
         # of their receive; messages to go, under that of their send; and what needs no message,
         # because the neighbour stage is here too, under that of its compute.
         self.mail: dict[Action, Tensors] = {}
-        self.outbox: dict[Action, Packed] = {}
+        self.packed: dict[Action, Packed] = {}
         self.meter = Meter(self.stages, self.mail) if job.memory else None
         # Pace and meter need every time at once; otherwise a GPU need not be waited for.
         self.clock = Clock(transport.device, on_device=not (job.pace or job.memory))
@@ -78,7 +78,7 @@ class Worker:
             case "U":
                 version = self.update(action)
             case "SEND_F" | "SEND_B":
-                message = self.outbox.pop(action)
+                message = self.packed.pop(action)
                 done = self.ready if self.job.pace else now()
                 self.transport.send(action, message, self.arrival(action, message, done))
                 size = message.bytes
@@ -202,7 +202,7 @@ class Worker:
         letter, step = ("F", 1) if action.kind == "F" else ("B", -1)
         send = Action(f"SEND_{letter}", action.stage, action.microbatch)
         if send in self.transport.routes:
-            self.outbox[send] = self.transport.pack(send, tensors)
+            self.packed[send] = self.transport.pack(send, tensors)
         else:
             self.mail[Action(letter, action.stage + step, action.microbatch)] = tensors
 
