@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from functools import cache
 from itertools import accumulate, combinations, cycle, islice
+from operator import add
 from statistics import mean, median
 
 import numpy as np
@@ -407,9 +408,9 @@ def cuts_moved_one_at_a_time(times, p):
     return cuts
 
 
-@wrong("best_cuts")
-def cuts_that_leave_too_few_layers(times, p):
-    """The first stages may take so many layers that the last ones have none."""
+def cuts_by(times, p, combine, spared):
+    """The cuts where ``combine(seconds of a stage, those of the stages after it)`` is smallest.
+    A cut leaves at least ``spared(how many stages)`` layers for the stages after it."""
     n = len(times)
 
     @cache
@@ -417,28 +418,23 @@ def cuts_that_leave_too_few_layers(times, p):
         if left == 1:
             return sum(times[first:]), ()
         return min(
-            (max(sum(times[first:cut]), best(cut, left - 1)[0]), (cut, *best(cut, left - 1)[1]))
-            for cut in range(first + 1, n)
+            (combine(sum(times[first:cut]), best(cut, left - 1)[0]), (cut, *best(cut, left - 1)[1]))
+            for cut in range(first + 1, n - spared(left - 1) + 1)
         )
 
     return best(0, p)[1]
+
+
+@wrong("best_cuts")
+def cuts_that_leave_too_few_layers(times, p):
+    """The first stages may take so many layers that the last ones have none."""
+    return cuts_by(times, p, max, lambda stages: 1)
 
 
 @wrong("best_cuts")
 def cuts_of_the_smallest_sum(times, p):
     """Adds up where it should take the larger."""
-    n = len(times)
-
-    @cache
-    def best(first, left):
-        if left == 1:
-            return sum(times[first:]), ()
-        return min(
-            (sum(times[first:cut]) + best(cut, left - 1)[0], (cut, *best(cut, left - 1)[1]))
-            for cut in range(first + 1, n - left + 2)
-        )
-
-    return best(0, p)[1]
+    return cuts_by(times, p, add, lambda stages: stages)
 
 
 # --- worker_of

@@ -34,6 +34,22 @@ def points(name, function, seed):
         return 0.0
 
 
+def told(name, function, capsys, width):
+    """What a learner reads about a wrong answer: always a case, both values, and a hint, in lines
+    that are narrower than `width`."""
+    try:
+        grade.check(as_answer(name, function), points=4)
+        said = capsys.readouterr().out
+    except grade.CheckFailed as failed:
+        said = str(failed)
+    lines = [line.partition(":")[0].strip() for line in said.split("\n")]
+    for wanted in ("smallest failing case", "expected", "got", "where to look"):
+        assert wanted in lines, said
+    assert "lambda" not in said and "object at 0x" not in said
+    assert all(len(line) < width for line in said.split("\n")), "a line nobody reads to its end"
+    return said
+
+
 def cases(answers):
     return [
         pytest.param(name, function, id=f"{name}-{function.__name__}")
@@ -85,17 +101,8 @@ def test_partly_right_answers_earn_part_of_the_points(name, mutant, earned, caps
 
 @pytest.mark.parametrize("name, function", cases(WRONG))
 def test_messages_hold_case_expected_got_and_hint(name, function, capsys):
-    try:
-        grade.check(as_answer(name, function), points=4)
-        said = capsys.readouterr().out
-    except grade.CheckFailed as failed:
-        said = str(failed)
-    lines = [line.partition(":")[0].strip() for line in said.split("\n")]
-    for wanted in ("smallest failing case", "expected", "got", "where to look"):
-        assert wanted in lines, said
+    said = told(name, function, capsys, 260)
     assert f"{name}(" in said
-    assert "lambda" not in said and "object at 0x" not in said
-    assert all(len(line) < 260 for line in said.split("\n")), "a line nobody reads to its end"
 
 
 def test_the_smallest_failing_case_comes_first():
