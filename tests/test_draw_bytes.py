@@ -10,8 +10,8 @@ import pipeschool as ps
 import pytest
 from matplotlib.colors import to_rgb
 from pipeschool import draw
-from pipeschool.draw.live_bytes import KINDS
-from pipeschool.memory import Level
+from pipeschool.draw.live_memory import KINDS
+from pipeschool.memory import MemorySample
 
 MB = 1e6
 SIZES = dict(
@@ -144,7 +144,7 @@ def test_any_size_can_be_drawn_without_a_warning(p: int, capfd: pytest.CaptureFi
 
 def test_levels_that_a_clock_puts_before_the_first_action_are_drawn_at_0() -> None:
     trace = predicted()
-    early = Level(-3.0, *[MB] * 7)
+    early = MemorySample(-3.0, *[MB] * 7)
     rows = tuple((early, *row) for row in trace.memory)
     chart = draw.live_bytes(trace, replace(trace, label="measured", measured_memory=rows))
     (line,) = chart.axes[1].lines

@@ -19,16 +19,16 @@ FLOORS = {
     "actions": 0,
     "memory": 0,
     "schedules": 1,
-    "lower": 1,
+    "lowering": 1,
     "formats": 1,
     "cost": 1,
     "trace": 1,
     "versions": 1,
-    "check": 2,
+    "checking": 2,
     "problem": 2,
-    "simulate": 3,
-    "greedy": 3,
-    "run": 3,
+    "simulator": 3,
+    "greedy_schedule": 3,
+    "runtime": 3,
     "text": 3,
     "mix": 4,
     "optimal": 4,
@@ -44,7 +44,7 @@ FLOORS = {
     "cli": 7,
     "publish": 7,
 }
-MAY_NEED_TORCH = {"run"}  # of floors 0 to 3
+MAY_NEED_TORCH = {"runtime"}  # of floors 0 to 3
 WITHOUT_TORCH = {name for name, floor in FLOORS.items() if floor <= 3} - MAY_NEED_TORCH
 HEAVY = {"torch", "numpy", "matplotlib"}
 
@@ -67,7 +67,7 @@ def imports(source: str, here: str) -> Iterator[str]:
             parts = here.split(".")
             base = ".".join(parts[: len(parts) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            # `from pipeschool import run` names a module as much as `import pipeschool.run` does.
+            # `from pipeschool import trace` names a module as `import pipeschool.trace` does.
             names = [alias.name for alias in node.names] if module == "pipeschool" else [""]
             yield from (".".join(filter(None, [module, name])) for name in names)
 
@@ -122,11 +122,23 @@ def test_low_floors_do_not_name_torch(file: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "says"),
     [
-        ("lower", "from pipeschool.check import check", "lower (floor 1) imports check (floor 2)"),
-        ("lower", "import pipeschool.cost", "lower (floor 1) imports cost (floor 1)"),
-        ("lower", "def f():\n    from pipeschool import check", "lower (floor 1) imports check"),
-        ("lower", "from . import check", "lower (floor 1) imports check (floor 2)"),
-        ("lower", "from .check import check", "lower (floor 1) imports check (floor 2)"),
+        (
+            "lowering",
+            "from pipeschool.checking import check",
+            "lowering (floor 1) imports checking (floor 2)",
+        ),
+        ("lowering", "import pipeschool.cost", "lowering (floor 1) imports cost (floor 1)"),
+        (
+            "lowering",
+            "def f():\n    from pipeschool import checking",
+            "lowering (floor 1) imports checking",
+        ),
+        ("lowering", "from . import checking", "lowering (floor 1) imports checking (floor 2)"),
+        (
+            "lowering",
+            "from .checking import check",
+            "lowering (floor 1) imports checking (floor 2)",
+        ),
         ("grade", "import pipeschool as ps", "grade imports pipeschool, and so all floors"),
         (
             "draw",
@@ -142,9 +154,11 @@ def test_a_wrong_import_is_seen(module: str, source: str, says: str) -> None:
 
 def test_imports_of_floors_below_and_of_siblings_pass() -> None:
     assert not faults("cli", "import pipeschool as ps\nfrom pipeschool import draw")
-    assert not faults("check", "from pipeschool.lower import lower\nimport math, torch")
+    assert not faults("checking", "from pipeschool.lowering import lower\nimport math, torch")
     assert not faults(
-        "run", "from pipeschool.run.pool import Pool\nfrom .pool import Pool", "pipeschool.run"
+        "runtime",
+        "from pipeschool.runtime.pool import Pool\nfrom .pool import Pool",
+        "pipeschool.runtime",
     )
 
 

@@ -10,12 +10,12 @@ import importlib
 from typing import Any
 
 from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
-from pipeschool.check import check
+from pipeschool.checking import check
 from pipeschool.cost import Cost
-from pipeschool.greedy import greedy
-from pipeschool.lower import lower
+from pipeschool.greedy_schedule import greedy
+from pipeschool.lowering import lower
 from pipeschool.optimal import par
-from pipeschool.run import RunError, RunStopped, profile, run, train
+from pipeschool.runtime import RunError, RunStopped, profile, run, train
 from pipeschool.schedules import (
     SCHEDULES,
     build,
@@ -36,7 +36,7 @@ from pipeschool.schedules import (
     zb_h2,
     zb_v,
 )
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Policy
 

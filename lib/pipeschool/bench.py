@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 from pipeschool import draw
 from pipeschool.actions import whole_number
-from pipeschool.run import options_of
-from pipeschool.run.clock import now, sleep_until
-from pipeschool.run.launch import Result, launch
+from pipeschool.runtime import options_of
+from pipeschool.runtime.clock import now, sleep_until
+from pipeschool.runtime.launch import Result, launch
 from pipeschool.schedules import build
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 OURS = "pipeschool"

@@ -19,9 +19,9 @@ from typing import NoReturn
 
 import pipeschool as ps
 from pipeschool.formats import from_csv, to_csv
-from pipeschool.lower import lower
-from pipeschool.run import RunError
-from pipeschool.run.pool import start_early
+from pipeschool.lowering import lower
+from pipeschool.runtime import RunError
+from pipeschool.runtime.pool import start_early
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
 from pipeschool.versions import with_weights
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
     import torch
 
     from pipeschool.partition import split_layers
-    from pipeschool.run import reference
+    from pipeschool.runtime import reference
 
     def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)

@@ -27,7 +27,7 @@ class StageBytes(NamedTuple):
     recompute: bool = False
 
 
-class Level(NamedTuple):
+class MemorySample(NamedTuple):
     """Bytes in the memory of one worker from `time` on, until the next level."""
 
     time: float
@@ -58,7 +58,7 @@ class Timed(Protocol):
     def alive(self) -> int: ...
 
 
-def levels(row: Sequence[Timed], sizes: Sequence[StageBytes]) -> list[Level]:
+def levels(row: Sequence[Timed], sizes: Sequence[StageBytes]) -> list[MemorySample]:
     """The memory of a worker that does `row`: one level where an action starts, one at its end.
 
     Activations count from the start of the forward to the end of the backward, or of its weight
@@ -69,7 +69,7 @@ def levels(row: Sequence[Timed], sizes: Sequence[StageBytes]) -> list[Level]:
     return list(_steps(row, held))
 
 
-def _steps(row: Iterable[Timed], held: _Held) -> Iterator[Level]:
+def _steps(row: Iterable[Timed], held: _Held) -> Iterator[MemorySample]:
     yield held.level(0.0)
     for span in row:
         held.begin(span.action, span.alive)
@@ -114,9 +114,9 @@ class _Held:
             self.optimizer[stage] = True
         self.working = 0.0
 
-    def level(self, time: float) -> Level:
+    def level(self, time: float) -> MemorySample:
         sizes = self.sizes.items()
-        return Level(
+        return MemorySample(
             time,
             sum(size.parameters for _, size in sizes),
             sum(size.parameters * (self.versions[s] - 1) for s, size in sizes),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeschool.actions import Action, F, Schedule
 from pipeschool.cost import Cost, number
-from pipeschool.greedy import greedy
-from pipeschool.lower import Link
+from pipeschool.greedy_schedule import greedy
+from pipeschool.lowering import Link
 from pipeschool.problem import Problem, problem
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeschool.actions import Action, B, F, I, Schedule, W, whole_number
 from pipeschool.cost import Cost, numbers, per_item
-from pipeschool.lower import Handover, Link, handovers
+from pipeschool.lowering import Handover, Link, handovers
 from pipeschool.schedules.pieces import looped_stages, v_stages
 
 PLACEMENTS = ("loop", "V")

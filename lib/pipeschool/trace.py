@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipeschool.actions import Action, peak_in_flight
-from pipeschool.memory import Level, StageBytes, levels
+from pipeschool.memory import MemorySample, StageBytes, levels
 
 
 class Span(NamedTuple):
@@ -47,7 +47,7 @@ class Trace:
     label: str = "predicted"
     messages: tuple[Span, ...] = field(default=(), repr=False)
     stage_bytes: tuple[StageBytes, ...] = field(default=(), repr=False)
-    measured_memory: tuple[tuple[Level, ...], ...] = field(default=(), repr=False)
+    measured_memory: tuple[tuple[MemorySample, ...], ...] = field(default=(), repr=False)
 
     @cached_property
     def rows(self) -> list[list[Span]]:
@@ -166,7 +166,7 @@ class Trace:
         return [sum(sizes[s].parameters for s in mine) if sizes else 0.0 for mine in stages]
 
     @cached_property
-    def memory(self) -> list[list[Level]]:
+    def memory(self) -> list[list[MemorySample]]:
         """Bytes in the memory of each worker over time, level by level.
 
         Counted in a run that was asked to (`memory=True`), and empty in any other; of a simulation

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeschool.actions import Schedule, whole_number
 from pipeschool.cost import number
-from pipeschool.run import profile, run
+from pipeschool.runtime import profile, run
 from pipeschool.schedules import build
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeschool.run.launch import Pace
+    from pipeschool.runtime.launch import Pace
 
 FINE = 1.2  # neighbours no further apart than by this factor need nothing between them
 
@@ -347,7 +347,7 @@ def tune_workers(
 
 
 def _samples(batch: tuple[Any, Any]) -> int:
-    from pipeschool.run.microbatch import samples
+    from pipeschool.runtime.microbatch import samples
 
     return samples(batch[0])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from pipeschool.actions import Action, IllegalSchedule, Schedule, a_schedule
+from pipeschool.actions import Action, IllegalSchedule, Schedule, require_schedule
 
 
 class Policy:
@@ -147,7 +147,7 @@ def policy_named(policy: str | type[Policy]) -> type[Policy]:
 def with_weights(schedule: Schedule, weights: str | type[Policy] | None) -> Schedule:
     """`schedule` under the policy asked for; None leaves it its own. ValueError where a synchronous
     schedule is to do without its flush, or an asynchronous one to flush, and where it is none."""
-    a_schedule(schedule)
+    require_schedule(schedule)
     if weights is None or weights == schedule.weights:
         return schedule
     policy_named(weights)

@@ -11,7 +11,7 @@ import ipywidgets as w
 from pipeschool import draw
 from pipeschool.cost import Cost
 from pipeschool.schedules import ALIASES, SCHEDULES, build
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 NOTHING = "(nothing)"

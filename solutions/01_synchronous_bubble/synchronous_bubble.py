@@ -274,10 +274,10 @@ print(f"{gain:.2f} times as fast as the naive order, measured")
 ps.draw.compare(ps.simulate(gpipe, ps.Cost(*pace)), measured_gpipe.trace)
 
 # %% [markdown]
-# Fast is easy if the result may be wrong. So: are the gradients those of one process without any pipeline? `pipeschool.run.reference` goes through all stages in this notebook's own process, without a pipeline. The next cell does that twice, with the same eight microbatches one after the other, and with the whole batch at once, and subtracts.
+# Fast is easy if the result may be wrong. So: are the gradients those of one process without any pipeline? `pipeschool.runtime.reference` goes through all stages in this notebook's own process, without a pipeline. The next cell does that twice, with the same eight microbatches one after the other, and with the whole batch at once, and subtracts.
 
 # %%
-from pipeschool.run import reference
+from pipeschool.runtime import reference
 
 cut_up = reference.gradients(stages, [(inputs, targets)], m=8, loss=loss)
 at_once = reference.gradients(stages, [(inputs, targets)], m=1, loss=loss)

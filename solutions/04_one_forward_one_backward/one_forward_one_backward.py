@@ -22,8 +22,8 @@ from functools import partial
 import pipeschool as ps
 import torch
 from pipeschool import course_data, grade
-from pipeschool.lower import sender_of
-from pipeschool.run import reference
+from pipeschool.lowering import sender_of
+from pipeschool.runtime import reference
 from torch import nn
 
 torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from itertools import pairwise
 import pipeschool as ps
 import torch
 from pipeschool import course_data, grade
-from pipeschool.run import reference
+from pipeschool.runtime import reference
 from torch import nn
 
 torch.set_num_threads(1)

@@ -24,7 +24,7 @@ import torch
 from pipeschool import course_data, grade
 from pipeschool.mix import GB, GIB, MIB, Mix
 from pipeschool.partition import split_layers
-from pipeschool.run import reference
+from pipeschool.runtime import reference
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -20,8 +20,8 @@ import pipeschool as ps
 import torch
 from pipeschool import course_data, grade
 from pipeschool.grade.unit07_reading import figure
-from pipeschool.run import reference
-from pipeschool.run.split import SplitBackward
+from pipeschool.runtime import reference
+from pipeschool.runtime.split import SplitBackward
 from pipeschool.schedules.pieces import take_turns
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

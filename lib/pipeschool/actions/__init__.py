@@ -19,7 +19,7 @@ from pipeschool.actions.action import (
     W,
     whole_number,
 )
-from pipeschool.actions.schedule import Schedule, a_schedule, peak_in_flight, with_updates
+from pipeschool.actions.schedule import Schedule, peak_in_flight, require_schedule, with_updates
 
 __all__ = [
     "COMPUTE_KINDS",
@@ -34,7 +34,7 @@ __all__ = [
     "Schedule",
     "U",
     "W",
-    "a_schedule",
+    "require_schedule",
     "peak_in_flight",
     "whole_number",
     "with_updates",

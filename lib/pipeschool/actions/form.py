@@ -15,7 +15,7 @@ from pipeschool.actions.action import KINDS, Action, IllegalSchedule, whole_numb
 MOST_ACTIONS = 10_000  # of a worker for one microbatch: a row with more would never end
 
 
-def asked(
+def row_from_order(
     order: Callable[[int, int, int], Iterable[Action]], label: str, worker: int, p: int, m: int
 ) -> list[Action]:
     """What `order` lists for `worker`, in the form of a row; ValueError where it is none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeschool.actions.action import Action, U, whole_number
-from pipeschool.actions.form import as_pairs, as_replicas, as_rows, asked, shown
+from pipeschool.actions.form import as_pairs, as_replicas, as_rows, row_from_order, shown
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ Action(kind='U', stage=1, microbatch=0))
         label = str(name or getattr(order, "__name__", "my order"))
         stream = 1 if weights == "flush" else batches
         every = whole_number("updates_every", updates_every or (m if weights == "flush" else 1))
-        rows = [asked(order, label, worker, p, m * stream) for worker in range(p)]
+        rows = [row_from_order(order, label, worker, p, m * stream) for worker in range(p)]
         if not any(action.kind == "U" for row in rows for action in row):
             rows = [with_updates(row, every) for row in rows]
         schedule = cls(
@@ -252,7 +252,7 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
     return peak
 
 
-def a_schedule(value: object) -> None:
+def require_schedule(value: object) -> None:
     """ValueError where `value` is no schedule."""
     if not isinstance(value, Schedule):
         raise ValueError(

@@ -13,7 +13,7 @@ import logging
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 from pipeschool.draw.gantt_chart import compare, describe, gantt  # noqa: E402
-from pipeschool.draw.live_bytes import live_bytes  # noqa: E402
+from pipeschool.draw.live_memory import live_bytes  # noqa: E402
 from pipeschool.draw.memory_and_versions import memory, versions  # noqa: E402
 from pipeschool.draw.style import BOX, COLOURS, IDLE, VERSIONS, Chart  # noqa: E402
 

@@ -69,7 +69,7 @@ def chart() -> str:
     """Draw a small chart."""
     from pipeschool import draw
     from pipeschool.schedules import gpipe
-    from pipeschool.simulate import simulate
+    from pipeschool.simulator import simulate
 
     picture = io.BytesIO()
     draw.gantt(simulate(gpipe(p=2, m=2))).savefig(picture, format="png")
@@ -80,8 +80,8 @@ def workers() -> str:
     """Run two stages on two processes, and compare their gradients with those of this process."""
     import torch
 
-    from pipeschool.run import run
-    from pipeschool.run.reference import gradients, max_error
+    from pipeschool.runtime import run
+    from pipeschool.runtime.reference import gradients, max_error
     from pipeschool.schedules import gpipe
 
     stages = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]

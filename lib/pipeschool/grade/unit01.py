@@ -7,14 +7,14 @@ from math import ceil, isclose
 from random import Random
 
 from pipeschool.actions import Action, B, F, Schedule, U, peak_in_flight
-from pipeschool.check import check
+from pipeschool.checking import check
 from pipeschool.cost import Cost
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, require, show
 from pipeschool.schedules import gpipe, naive, one_f_one_b
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 # --- split a batch -------------------------------------------------------------------------------

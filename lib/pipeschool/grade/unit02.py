@@ -7,7 +7,7 @@ from math import inf, isinf, prod
 from random import Random
 
 from pipeschool.actions import Action, Schedule, peak_in_flight
-from pipeschool.check import check
+from pipeschool.checking import check
 from pipeschool.cost import Cost
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
@@ -21,7 +21,7 @@ from pipeschool.grade.unit01 import (
     within,
 )
 from pipeschool.schedules import gpipe, naive, pipedream
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 # --- two clocks ----------------------------------------------------------------------------------

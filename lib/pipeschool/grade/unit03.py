@@ -13,7 +13,7 @@ from pipeschool.grade.core import Case, Exercise, Part, same
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, described, items, require, show
 from pipeschool.schedules import pipedream, pipedream_2bw
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 from pipeschool.versions import DoubleBuffer, VerticalSync
 

@@ -20,7 +20,7 @@ from pipeschool.grade.unit01 import (
 )
 from pipeschool.grade.unit04_messages import MEND_ROW, WAITING_CIRCLE
 from pipeschool.schedules import gpipe, one_f_one_b
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 
 # --- warm-up, order, in flight -------------------------------------------------------------------
 

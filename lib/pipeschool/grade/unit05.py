@@ -24,7 +24,7 @@ from pipeschool.grade.unit05_training import (
     SCALE_OF,
 )
 from pipeschool.schedules import gpipe, round_robin
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 
 # --- messages ------------------------------------------------------------------------------------
 

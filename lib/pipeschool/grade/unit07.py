@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from pipeschool.actions import Action, Schedule, peak_in_flight
-from pipeschool.check import check
+from pipeschool.checking import check
 from pipeschool.cost import Cost
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part, same
@@ -25,7 +25,7 @@ from pipeschool.grade.unit01 import (
 )
 from pipeschool.grade.unit07_reading import PRIORITY, READ_FIGURE, ZERO_BUBBLE_RATE
 from pipeschool.schedules import interleaved_1f1b, zb_h1
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 
 # --- interleaving --------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, mistyped, require, show
 from pipeschool.grade.unit01 import listed
 from pipeschool.grade.unit02 import simulated
-from pipeschool.greedy import Moment, greedy
+from pipeschool.greedy_schedule import Moment, greedy
 from pipeschool.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1, zb_h2, zb_v
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
 
 # --- the zero-bubble rate ------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeschool.mix.estimate import Estimate, compare, estimate, stage_cost, table
+from pipeschool.mix.estimates import Estimate, compare, estimate, stage_cost, table
 from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes, gigabytes
-from pipeschool.mix.recommend import Reason, Recommendation, mixes, reasons, recommend
+from pipeschool.mix.recommendation import Reason, Recommendation, mixes, reasons, recommend
 
 __all__ = [
     "GB",

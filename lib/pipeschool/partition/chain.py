@@ -14,9 +14,9 @@ from pipeschool.cost import per_item
 from pipeschool.partition.plan import ranges_of
 from pipeschool.partition.planners import equal_cuts
 from pipeschool.partition.profile import Layer, Profile
-from pipeschool.run.measure import Measured, measure
-from pipeschool.run.stage import Loss
-from pipeschool.run.weights import MakeOptimizer
+from pipeschool.runtime.measure import Measured, measure
+from pipeschool.runtime.stage import Loss
+from pipeschool.runtime.weights import MakeOptimizer
 
 Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module]
 

@@ -24,7 +24,7 @@ from pipeschool.partition.plan import (
 )
 from pipeschool.partition.profile import Profile, groups_of_layers
 from pipeschool.schedules import build
-from pipeschool.simulate import simulate
+from pipeschool.simulator import simulate
 
 Groups = Iterable[Iterable[int]]
 

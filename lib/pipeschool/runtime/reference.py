@@ -1,0 +1,85 @@
+"""What a run must equal: one process that does the same arithmetic in the same order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeschool.actions import Schedule
+from pipeschool.runtime.microbatch import cut
+from pipeschool.runtime.reduce import add_up
+from pipeschool.runtime.stage import Loss, as_tensors
+from pipeschool.runtime.weights import MakeOptimizer
+
+
+def gradients(
+    stages: Sequence[nn.Module],
+    batches: Iterable[tuple[Any, Any]],
+    m: int,
+    loss: Loss = nn.functional.mse_loss,
+    optimizer: MakeOptimizer | None = None,
+    replicas: Sequence[int] = (),
+) -> list[dict[str, Tensor]]:
+    """The last batch's gradients, one dict per stage, accumulated microbatch by microbatch.
+
+    Synchronous training without a pipeline: forward and backward of each of the `m` microbatches
+    through all `stages` in turn, and after each batch an update. The modules are not changed.
+    replicas: how many workers take turns at each stage: each sums its own microbatches, and the
+    sums are added at the end.
+    """
+    stages = copy.deepcopy(list(stages))  # together, so that shared parameters stay shared
+    parameters = [p for p in nn.ModuleList(stages).parameters() if p.requires_grad]  # each once
+    stepper = optimizer(parameters) if optimizer else None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker: the order of sums must not differ
+    try:
+        for x, y in batches:
+            inputs, targets, scales = cut([(x, y)], Schedule("", 1, m, ()))
+            sums: dict[nn.Parameter, list[Tensor | None]] = {
+                p: [None] * count
+                for stage, count in zip(stages, replicas or [1] * len(stages), strict=True)
+                for p in stage.parameters()
+            }
+            for k, (values, target, scale) in enumerate(zip(inputs, targets, scales, strict=True)):
+                for parameter in parameters:
+                    turns = sums[parameter]
+                    parameter.grad = turns[k % len(turns)]
+                for index, stage in enumerate(stages):
+                    values = as_tensors(stage(*values), f"stage {index}")
+                value = loss(values[0] if len(values) == 1 else values, target)
+                value.backward(torch.full_like(value, scale))
+                for parameter in parameters:
+                    turns = sums[parameter]
+                    # Two may be in the same memory, where the graph goes on to views of both
+                    # weights, and the next microbatch's would be added to both.
+                    grad = parameter.grad
+                    turns[k % len(turns)] = None if grad is None else grad.clone()
+            for parameter in parameters:
+                there = [total for total in sums[parameter] if total is not None]
+                parameter.grad = add_up(there) if there else None
+            found = [
+                {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+                for stage in stages
+            ]
+            if stepper:
+                stepper.step()
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def max_error(ours: Sequence[dict[str, Tensor]], theirs: Sequence[dict[str, Tensor]]) -> float:
+    """The largest absolute difference between two lists of gradients; inf where names differ."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.keys() != b.keys():
+            return float("inf")
+        for name in a:
+            if a[name].numel():
+                difference = a[name].to_dense() - b[name].to_dense()  # an embedding's are sparse
+                worst = max(worst, float(difference.abs().max()))
+    return worst

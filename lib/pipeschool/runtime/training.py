@@ -1,0 +1,260 @@
+"""Train for epochs of a data loader, with evaluation and checkpoints that can be resumed.
+
+The stream is cut into legs, an epoch long or shorter. Within a leg an asynchronous pipeline never
+stops; between two legs it drains, so that there is one state of the weights to evaluate and to
+save. A run that was killed goes on from its last checkpoint, and ends with the very weights that
+it would have had: the legs, the order of the data and the random numbers are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeschool.actions import Schedule, whole_number
+from pipeschool.runtime.errors import one_sentence_errors
+from pipeschool.runtime.pool import under_torchrun
+from pipeschool.schedules import build
+from pipeschool.versions import Policy, with_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeschool.runtime.launch import Options, State
+
+
+@dataclass
+class Training:
+    """What `train` gave, or has got to.
+
+    losses: the mean loss of every microbatch, in order. epochs: for each finished epoch its mean
+    loss and what `evaluate` returned. samples_per_second: over all legs of this call, start-up of
+    the workers included. state_dicts: the trained weights, one per stage.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    samples_per_second: float = 0.0
+    state_dicts: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a training is: whole epochs, and batches of the one under way."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@one_sentence_errors
+def train(
+    schedule: str | Callable[..., Schedule],
+    stages: Sequence[nn.Module],
+    loader: Iterable[tuple[Any, Any]],
+    *,
+    m: int,
+    v: int | None = None,
+    epochs: int = 1,
+    every: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    evaluate: Callable[[list[nn.Module]], Any] | None = None,
+    log: Callable[[str], object] | None = print,
+    weights: str | type[Policy] | None = None,
+    update_stages: bool = False,
+    **options: Any,
+) -> Training:
+    """Train `stages` on all batches of `loader`, `epochs` times, one worker for each of them.
+
+    schedule: a name such as ``pipedream``, or a function of p, m and batches that builds one.
+    loader: gives (inputs, targets) each time it is gone through: a list or a DataLoader. The order
+        of a shuffling one follows from `seed` and the number of the epoch.
+    m: microbatches in one batch.
+    v: stages per worker, where there are several: their number is p * v.
+    every: batches in a leg; after each the pipeline drains and a checkpoint is written. An epoch
+        where not given; a loader without a length may then give 1000 batches at most.
+    checkpoint: a file. Where it is there already, the training goes on from it.
+    evaluate: called after each epoch with the stages as they are then, in eval mode, without
+        gradients; what it returns is noted.
+    log: called with one line after each leg: loss and samples per second; None for silence. Under
+        torchrun, worker 0 alone does so.
+    options: loss, optimizer, scheduler, clip_norm, pace, device, engine, timeout, nan_check and
+        seed, as for `run`.
+    """
+    import torch
+
+    from pipeschool.runtime import options_of, torchrun
+    from pipeschool.runtime.launch import launch, load
+
+    chosen = options_of(**options)
+    if chosen.tensor_parallel > 1:
+        raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")
+    whole_number("epochs", epochs)
+    if every is not None:
+        whole_number("every", every)
+    chunks = whole_number("v", v or 1)
+    if len(stages) % chunks:
+        raise ValueError(f"{len(stages)} stages cannot be shared out by v={chunks} to each worker")
+    p = len(stages) // chunks
+    make = schedule if callable(schedule) else lambda **sizes: build(schedule, v=v, **sizes)
+    first = with_weights(make(p=p, m=m, batches=1), weights)
+    if first.stages != len(stages):
+        raise ValueError(
+            f"{first.name} for p={p} has {first.stages} stages, but there are {len(stages)} "
+            f"modules: v= says how many of them a worker holds"
+        )
+    identity = _identity(first, every, chosen)
+    file = Path(checkpoint) if checkpoint is not None else None
+    if under_torchrun() and torchrun.rank() > 0:
+        log = None
+    training, place, state = _resume(file, identity, log)
+    if under_torchrun():
+        torchrun.refuse_difference("checkpoints", place)
+    samples = seconds = 0.0
+    for epoch in range(place.epoch, epochs):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(chosen.seed + epoch)
+            for done, leg in _legs(loader, epoch, place, every):
+                called = time.perf_counter()
+                stream = with_weights(make(p=p, m=m, batches=len(leg)), weights)
+                result = launch(stream, stages, leg, chosen, called, state)
+                state = result.state
+                took = time.perf_counter() - called
+                count = sum(len(y if torch.is_tensor(y) else y[0]) for _, y in leg)
+                samples, seconds = samples + count, seconds + took
+                training.losses += result.losses
+                if log:
+                    mean, speed = sum(result.losses) / len(result.losses), count / took
+                    log(f"epoch {epoch}, batch {done}: loss {mean:.4f}, {speed:.0f} samples/s")
+                _save(file, identity, training, Place(epoch, done), state)
+            training.epochs.append(_finished(epoch, done, m, training, stages, state, evaluate))
+            if log and evaluate:
+                log(f"epoch {epoch}: evaluation {training.epochs[-1]['evaluation']}")
+        _save(file, identity, training, Place(epoch + 1), state)
+        place = Place(epoch + 1)
+    assert state is not None  # there was at least one leg, in this call or before it
+    training.samples_per_second = samples / seconds if seconds else 0.0
+    training.state_dicts = [stage.weights for stage in state.stages]
+    if update_stages:
+        load(stages, state)
+    return training
+
+
+def _legs(
+    loader: Iterable[tuple[Any, Any]], epoch: int, place: Place, every: int | None
+) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
+    """(batches of this epoch done after the leg, its batches), from `place` on."""
+    from pipeschool.runtime.launch import listed
+
+    def next_leg() -> list[tuple[Any, Any]]:
+        if every is None:
+            return listed(batches, "the loader", "say with every= how many make a leg")
+        return list(islice(batches, every))
+
+    done = place.batch if place.epoch == epoch else 0
+    batches = iter(loader)
+    skipped = sum(1 for _ in islice(batches, done))
+    while leg := next_leg():
+        done += len(leg)
+        yield done, leg
+    if not done or skipped < (place.batch if place.epoch == epoch else 0):
+        raise ValueError(
+            f"the loader gave too few batches in epoch {epoch}: it must give the same number each "
+            "time it is gone through, as a list or a DataLoader does"
+        )
+
+
+def _finished(
+    epoch: int,
+    batches: int,
+    m: int,
+    training: Training,
+    stages: Sequence[nn.Module],
+    state: State | None,
+    evaluate: Callable[[list[nn.Module]], Any] | None,
+) -> dict[str, Any]:
+    import copy
+
+    import torch
+
+    from pipeschool.runtime.launch import load
+
+    losses = training.losses[-batches * m :]
+    note: dict[str, Any] = {"epoch": epoch, "loss": sum(losses) / len(losses)}
+    if evaluate:
+        assert state is not None
+        trained = [copy.deepcopy(stage).eval() for stage in stages]
+        load(trained, state)
+        with torch.no_grad():
+            note["evaluation"] = evaluate(trained)
+    return note
+
+
+def _identity(schedule: Schedule, every: int | None, options: Options) -> dict[str, Any]:
+    """What a checkpoint must agree in with the training that goes on from it."""
+    return {
+        "schedule": schedule.name,
+        "p": schedule.p,
+        "m": schedule.m,
+        "weights": getattr(schedule.weights, "__name__", schedule.weights),
+        "every": every,
+        "seed": options.seed,
+    }
+
+
+def _resume(
+    file: Path | None, identity: dict[str, Any], log: Callable[[str], object] | None
+) -> tuple[Training, Place, State | None]:
+    """Where `file` says that the training was, or its start."""
+    if file is None or not file.exists():
+        return Training(), Place(), None
+    import torch
+
+    from pipeschool.runtime.launch import State
+    from pipeschool.runtime.weights import StageState
+
+    try:
+        saved = torch.load(file, weights_only=True)
+        other = {key: saved["identity"][key] for key in identity}
+    except Exception as error:
+        raise ValueError(f"{file} is no checkpoint of pipeschool: {error}") from error
+    for key, value in identity.items():
+        if other[key] != value:
+            raise ValueError(
+                f"{file} belongs to another training, with {key}={other[key]!r} and not {value!r}: "
+                "go on with the same, or choose another file"
+            )
+    place = Place(*saved["place"])
+    if log:
+        log(f"going on from {file}: epoch {place.epoch}, batch {place.batch}")
+    state = State([StageState(*stage) for stage in saved["stages"]], saved["generators"])
+    return Training(saved["losses"], saved["epochs"]), place, state
+
+
+def _save(
+    file: Path | None,
+    identity: dict[str, Any],
+    training: Training,
+    place: Place,
+    state: State | None,
+) -> None:
+    """Write a checkpoint whole or not at all: a run may be killed at any moment."""
+    if file is None or state is None:
+        return
+    import torch
+
+    saved = {
+        "identity": identity,
+        "place": (place.epoch, place.batch),
+        "losses": training.losses,
+        "epochs": training.epochs,
+        "stages": [tuple(stage) for stage in state.stages],
+        "generators": state.generators,
+    }
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    torch.save(saved, unfinished)
+    os.replace(unfinished, file)
