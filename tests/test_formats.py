@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipeschool.formats import SHARDING, from_csv, to_csv
 from pipeschool.lowering import peer_of
-from pipeschool.runtime.torch_engine import SHIPPED as SHIPPED_NAMES
-from pipeschool.runtime.torch_engine import shipped
+from pipeschool.runtime.torch_engine.shipped import SHIPPED as SHIPPED_NAMES
+from pipeschool.runtime.torch_engine.shipped import shipped
 
 SIZES = {"p": st.integers(1, 6), "m": st.integers(1, 12)}
 ONE_COPY = [name for name in ps.SCHEDULES if name != "chimera"]

@@ -13,7 +13,7 @@ import platform
 import time
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,11 @@ from tqdm import tqdm
 
 from pipeschool import draw
 from pipeschool.actions import whole_number
-from pipeschool.runtime import options_of
-from pipeschool.runtime.clock import now, sleep_until
-from pipeschool.runtime.launch import Result, launch
+from pipeschool.runtime.clock import sleep_until
+from pipeschool.runtime.host.launch import launch
+from pipeschool.runtime.host.result import Result
+from pipeschool.runtime.options import RunOptions
+from pipeschool.runtime.torch_engine.engine import Torch1F1B, TorchGPipe
 from pipeschool.schedules import build
 from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
@@ -38,6 +40,7 @@ OURS = "pipeschool"
 RUNTIME = "PyTorch, our schedule"  # its runtime, from our schedule file
 CLASS = "PyTorch, its own"  # the loops of Schedule1F1B and ScheduleGPipe
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+CLASSES = {"1f1b": Torch1F1B, "gpipe": TorchGPipe}  # the engines that run PyTorch's loops
 PACE = (0.005, 0.010)  # seconds of a forward and of a backward
 LAYER = 8  # width of a stage's only layer: next to no work
 BATCHES = 3  # in a run; the first is not timed, and the median of the others counts
@@ -136,7 +139,11 @@ def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
     ideal = (m + p - 1) * sum(pace)
 
     def of_engines(key: str, title: str, unit: str, target: str, measure: Any, name: str) -> None:
-        engines = {OURS: "pipeschool", CLASS: f"torch {name}", RUNTIME: "torch"}
+        engines: dict[str, str | type[Any]] = {
+            OURS: "pipeschool",
+            CLASS: CLASSES[name],
+            RUNTIME: "torch",
+        }
         run: dict[str, Callable[[], float]] = {
             label: partial(measure, partial(run_on, engine, name, p, m))
             for label, engine in engines.items()
@@ -170,16 +177,16 @@ def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
 
 
 def run_on(
-    engine: str,
+    engine: str | type[Any],
     name: str,
     p: int,
     m: int,
     stages: list[nn.Module],
     pace: tuple[float, float] | None = None,
 ) -> Result:
-    """A run of BATCHES batches on tiny stages; `engine` as in `run.torch_engine`."""
+    """A run of BATCHES batches on tiny stages; `engine` as for `ps.run`."""
     called = time.perf_counter()
-    options = replace(options_of(pace=pace, device="cpu"), engine=engine)
+    options = RunOptions(pace=pace, device="cpu", engine=engine)
     batch = torch.ones(2 * m, LAYER)
     return launch(build(name, p, m), stages, [(batch, batch)] * BATCHES, options, called)
 
@@ -201,13 +208,13 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, between two marks that the backward passes first and last."""
-        until = now() + self.forward_seconds
+        until = time.perf_counter() + self.forward_seconds
         over: list[float] = []  # when the backward will be
         if not x.requires_grad:  # on the first stage; without this its backward would end before
             x = x.detach().requires_grad_()
         x = InBackward.apply(x, lambda: sleep_until(over.pop()))
         y: Tensor = InBackward.apply(
-            self.layer(x), lambda: over.append(now() + self.backward_seconds)
+            self.layer(x), lambda: over.append(time.perf_counter() + self.backward_seconds)
         )
         sleep_until(until)
         return y

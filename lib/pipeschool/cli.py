@@ -21,7 +21,7 @@ import pipeschool as ps
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.lowering import lower
 from pipeschool.runtime import RunError
-from pipeschool.runtime.pool import start_early
+from pipeschool.runtime.host.fork_server import start_early
 from pipeschool.schedules import ALIASES
 from pipeschool.text import text_gantt, title
 from pipeschool.versions import with_weights

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipeschool.actions import whole_number
 from pipeschool.cost import number
 from pipeschool.runtime import run
-from pipeschool.runtime.microbatch import split
 from pipeschool.runtime.reference import gradients, max_error
+from pipeschool.runtime.stages.microbatches import split
 from pipeschool.schedules import build
 
 Gradients = Sequence[dict[str, Tensor]]  # one dict per stage

@@ -30,7 +30,7 @@ from pipeschool.simulator import simulate
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeschool.runtime.launch import Pace
+    from pipeschool.runtime.options import Pace
 
 FINE = 1.2  # neighbours no further apart than by this factor need nothing between them
 
@@ -347,7 +347,7 @@ def tune_workers(
 
 
 def _samples(batch: tuple[Any, Any]) -> int:
-    from pipeschool.runtime.microbatch import samples
+    from pipeschool.runtime.stages.microbatches import samples
 
     return samples(batch[0])
 

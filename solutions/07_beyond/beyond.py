@@ -21,7 +21,7 @@ import torch
 from pipeschool import course_data, grade
 from pipeschool.grade.unit07_reading import figure
 from pipeschool.runtime import reference
-from pipeschool.runtime.split import SplitBackward
+from pipeschool.runtime.stages.split_backward import SplitBackward
 from pipeschool.schedules.pieces import take_turns
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

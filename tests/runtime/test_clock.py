@@ -9,7 +9,7 @@ import pipeschool as ps
 import torch
 import torch.distributed as dist
 from pipeschool.runtime import clock
-from pipeschool.runtime.torch_engine import Row
+from pipeschool.runtime.torch_engine.shipped import Row
 
 
 def test_worker_0_does_not_ask_itself_where_a_machine_has_no_boot_id(monkeypatch):

@@ -12,7 +12,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.runtime import reference
-from pipeschool.runtime.launch import fit_batches
+from pipeschool.runtime.host.batches import fit_batches
 from test_run import batch, linear_stages, sgd
 from test_tensor_parallel import PLAN, Block
 from torch import Tensor, nn

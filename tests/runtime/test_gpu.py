@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeschool.runtime import reference
 from pipeschool.runtime.clock import Clock
-from pipeschool.runtime.launch import choose_device
+from pipeschool.runtime.host.requirements import choose_device
 from torch import nn
 
 GPUS = torch.cuda.device_count()

@@ -7,7 +7,7 @@ import gc
 import pipeschool as ps
 import pytest
 import torch
-from pipeschool.runtime.live import LiveBytes
+from pipeschool.runtime.observers.live_bytes import LiveBytes
 from torch import nn
 
 MB = 2**20

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from pipeschool.actions import Action
-from pipeschool.runtime import packet
 from pipeschool.runtime.errors import PeerLost
 from pipeschool.runtime.inbox import AHEAD, Inbox
-from pipeschool.runtime.outbox import MANY, Outbox
+from pipeschool.runtime.wire import packet
+from pipeschool.runtime.wire.outbox import MANY, Outbox
 from torch import Tensor
 
 CPU = torch.device("cpu")

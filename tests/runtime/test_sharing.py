@@ -8,8 +8,8 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.runtime import reference
-from pipeschool.runtime.stage import Stage
-from pipeschool.runtime.weights import StageWeights, Update
+from pipeschool.runtime.stages.stage import Stage
+from pipeschool.runtime.weights.stage_weights import StageWeights, Update
 from pipeschool.versions import Ledger, OneVersion, Policy, Stash
 from test_run import batch, linear_stages, sgd
 from torch import Tensor, nn

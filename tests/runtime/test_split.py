@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipeschool.actions import Action
 from pipeschool.runtime import reference
-from pipeschool.runtime.split import SplitBackward
+from pipeschool.runtime.stages.split_backward import SplitBackward
 from test_run import batch, linear_stages, sgd
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode

@@ -8,7 +8,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.runtime import reference
-from pipeschool.runtime.ties import ties_of
+from pipeschool.runtime.weights.ties import ties_of
 from test_run import batch, linear_stages, sgd
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel

@@ -15,8 +15,8 @@ from pipeschool.partition.plan import ranges_of
 from pipeschool.partition.planners import equal_cuts
 from pipeschool.partition.profile import Layer, Profile
 from pipeschool.runtime.measure import Measured, measure
-from pipeschool.runtime.stage import Loss
-from pipeschool.runtime.weights import MakeOptimizer
+from pipeschool.runtime.stages.stage import Loss
+from pipeschool.runtime.weights.stage_weights import MakeOptimizer
 
 Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module]
 

@@ -1,62 +1,67 @@
 """When did an action start and end? On a GPU the device knows, not the process that feeds it.
 
 All workers tell the time of worker 0. On one machine `time.perf_counter` is the same for all
-processes; other machines find out by how much theirs differs.
+processes; other machines find out by how much theirs differs (`cluster.time`).
 """
 
 from __future__ import annotations
 
-import socket
+import ctypes
+import os
+import sys
 import time
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 Mark = float | torch.cuda.Event
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart, and a machine from its past
-PINGS = 16
-
-offset = 0.0  # what this process adds to its clock
-
-
-def now() -> float:
-    """Seconds on the clock of worker 0."""
-    return time.perf_counter() + offset
+PR_SET_TIMERSLACK = 29  # of Linux's <sys/prctl.h>
 
 
 def sleep_until(moment: float) -> None:
-    """Do nothing until `now` says `moment`."""
-    while (left := moment - now()) > 0:
+    """Do nothing until `time.perf_counter` says `moment`."""
+    while (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
 
 
-def agree_on_time() -> None:
-    """Let all processes of the default group tell the time of worker 0. As on the internet: of many
-    questions, the one answered fastest says best what time it was in the middle of it."""
-    global offset
-    here = (socket.gethostname(), BOOT.read_text() if BOOT.exists() else "")
-    machines: list[tuple[str, str]] = [here] * dist.get_world_size()
-    dist.all_gather_object(machines, here)
-    offset = 0.0
-    time_there = torch.zeros(1, dtype=torch.float64)
-    for other, machine in enumerate(machines):
-        if machine == machines[0] or (machine[1] and machine[1] == machines[0][1]):
-            continue  # the same machine, if perhaps under another name
-        if dist.get_rank() == 0:
-            for _ in range(PINGS):
-                dist.recv(time_there, other)
-                time_there[0] = time.perf_counter()
-                dist.send(time_there, other)
-        elif dist.get_rank() == other:
-            answers = []
-            for _ in range(PINGS):
-                asked = time.perf_counter()
-                dist.send(time_there, 0)
-                dist.recv(time_there, 0)
-                took = time.perf_counter() - asked
-                answers.append((took, time_there.item() - asked - took / 2))
-            offset = min(answers)[1]
+def wake_in_time() -> None:
+    """Ask Linux to end this thread's sleeps when they are over. It may else add 0.05 ms to each,
+    which is half of what a paced action is late; to spin instead would take the core from another
+    worker."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+class CoreWait:
+    """How long this thread has been ready to run while something else had its core.
+
+    Linux counts that (the second number of ``/proc/thread-self/schedstat``, in nanoseconds); on
+    other systems, and where the kernel does not say, it stays 0.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self.file = -1
+        self.before = self.seconds()
+
+    def seconds(self) -> float:
+        """Since the thread was started."""
+        if self.file < 0:
+            return 0.0
+        return int(os.pread(self.file, 64, 0).split()[1]) / 1e9
+
+    def since_last(self) -> float:
+        """Since this was last asked."""
+        now = self.seconds()
+        waited, self.before = now - self.before, now
+        return waited
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 class Clock:
@@ -64,18 +69,24 @@ class Clock:
 
     on_device: put a mark into the device's stream of work, as an event, instead of waiting for it.
     Otherwise a mark on a GPU waits until the device has done what it was given.
+    offset: what this machine adds to its own clock to tell the time of worker 0.
     """
 
-    def __init__(self, device: torch.device, on_device: bool):
+    def __init__(self, device: torch.device, on_device: bool = False, offset: float = 0.0):
         self.cuda = device.type == "cuda"
         self.on_device = self.cuda and on_device
+        self.offset = offset
         self.start()
+
+    def now(self) -> float:
+        """Seconds on the clock of worker 0."""
+        return time.perf_counter() + self.offset
 
     def start(self) -> None:
         """Let the device's time be that of the host, now."""
         if self.cuda:
             torch.cuda.synchronize()
-        self.zero = now()
+        self.zero = self.now()
         self.zero_event = self.mark()
 
     def mark(self) -> Mark:
@@ -86,7 +97,7 @@ class Clock:
             return event
         if self.cuda:  # not the whole device: a message may wait for its receiver
             torch.cuda.current_stream().synchronize()
-        return now()
+        return time.perf_counter() + self.offset
 
     def seconds(self, mark: Mark) -> float:
         """When the device had come to `mark`; waits for it where it has not yet."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from pipeschool.actions import Action
 
-LIBRARY = Path(__file__).parents[1]
+LIBRARY = Path(__file__).parents[1]  # all of pipeschool
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ class PeerLost(RuntimeError):
     """The other end of a message is gone; why is for the controller to find out."""
 
 
-def guarded(call: Callable[..., Any], *args: Any) -> Any:
+def or_peer_lost(call: Callable[..., Any], *args: Any) -> Any:
     """``call(*args)``, where a failure of the connection is told apart from other errors."""
     try:
         return call(*args)

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeschool.actions import Action, B, F, I, Schedule, U, W
 from pipeschool.cost import Cost
-from pipeschool.runtime.live import LiveBytes, size_of
-from pipeschool.runtime.microbatch import cut
-from pipeschool.runtime.stage import Loss, Stage, Tensors
-from pipeschool.runtime.weights import MakeOptimizer, StageWeights, Update
+from pipeschool.runtime.observers.live_bytes import LiveBytes, size_of
+from pipeschool.runtime.stages.microbatches import cut
+from pipeschool.runtime.stages.stage import Loss, Stage, Tensors
+from pipeschool.runtime.weights.stage_weights import MakeOptimizer, StageWeights, Update
 from pipeschool.versions import OneVersion
 
 Do = Callable[[Action, Callable[[], Any]], Any]  # does the work of an action, and measures it
@@ -156,18 +156,13 @@ def _there_and_back(
 ) -> None:
     """Take microbatch `k` forward through all stages, and back."""
     for stage in line:
-        s, end = stage.index, loss if stage is line[-1] else None
-        version = stage.weights.use(F(s, k))
-        given = tuple(x for x in values if x is not None)
-        values = do(F(s, k), partial(stage.forward, k, version, given, end))
+        end = loss if stage is line[-1] else None
+        values = do(F(stage.index, k), partial(stage.forward, k, values, end))
     gradients: Tensors | float = scale
     for stage in reversed(line):
         s = stage.index
         if not split:
-            version = stage.weights.use(B(s, k))
-            gradients = do(B(s, k), partial(stage.backward, k, version, gradients))
-            continue
-        version = stage.weights.use(I(s, k))
-        gradients = do(I(s, k), partial(stage.backward_input, k, version, gradients))
-        version = stage.weights.use(W(s, k))
-        do(W(s, k), partial(stage.backward_weight, k, version))
+            gradients = do(B(s, k), partial(stage.backward, k, gradients))
+        else:
+            gradients = do(I(s, k), partial(stage.backward_input, k, gradients))
+            do(W(s, k), partial(stage.backward_weight, k))

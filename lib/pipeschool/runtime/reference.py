@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Schedule
-from pipeschool.runtime.microbatch import cut
-from pipeschool.runtime.reduce import add_up
-from pipeschool.runtime.stage import Loss, as_tensors
-from pipeschool.runtime.weights import MakeOptimizer
+from pipeschool.runtime.stages.microbatches import cut
+from pipeschool.runtime.stages.stage import Loss, as_tensors
+from pipeschool.runtime.weights.reduce import add_up
+from pipeschool.runtime.weights.stage_weights import MakeOptimizer
 
 
 def gradients(

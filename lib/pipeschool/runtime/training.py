@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule, whole_number
 from pipeschool.runtime.errors import one_sentence_errors
-from pipeschool.runtime.pool import under_torchrun
+from pipeschool.runtime.host.fork_server import under_torchrun
+from pipeschool.runtime.options import RunOptions, options_of, with_options
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeschool.runtime.launch import Options, State
+    from pipeschool.runtime.host.result import State
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Place:
 
 
 @one_sentence_errors
+@with_options
 def train(
     schedule: str | Callable[..., Schedule],
     stages: Sequence[nn.Module],
@@ -65,7 +67,6 @@ def train(
     evaluate: Callable[[list[nn.Module]], Any] | None = None,
     log: Callable[[str], object] | None = print,
     weights: str | type[Policy] | None = None,
-    update_stages: bool = False,
     **options: Any,
 ) -> Training:
     """Train `stages` on all batches of `loader`, `epochs` times, one worker for each of them.
@@ -82,15 +83,15 @@ def train(
         gradients; what it returns is noted.
     log: called with one line after each leg: loss and samples per second; None for silence. Under
         torchrun, worker 0 alone does so.
-    options: loss, optimizer, scheduler, clip_norm, pace, device, engine, timeout, nan_check and
-        seed, as for `run`.
+    {options}
     """
     import torch
 
-    from pipeschool.runtime import options_of, torchrun
-    from pipeschool.runtime.launch import launch, load
+    chosen = options_of("train", options)
+    from pipeschool.runtime.cluster import torchrun
+    from pipeschool.runtime.host.launch import launch
+    from pipeschool.runtime.host.result import load
 
-    chosen = options_of(**options)
     if chosen.tensor_parallel > 1:
         raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")
     whole_number("epochs", epochs)
@@ -139,7 +140,7 @@ def train(
     assert state is not None  # there was at least one leg, in this call or before it
     training.samples_per_second = samples / seconds if seconds else 0.0
     training.state_dicts = [stage.weights for stage in state.stages]
-    if update_stages:
+    if chosen.update_stages:
         load(stages, state)
     return training
 
@@ -148,7 +149,7 @@ def _legs(
     loader: Iterable[tuple[Any, Any]], epoch: int, place: Place, every: int | None
 ) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
     """(batches of this epoch done after the leg, its batches), from `place` on."""
-    from pipeschool.runtime.launch import listed
+    from pipeschool.runtime.host.batches import listed
 
     def next_leg() -> list[tuple[Any, Any]]:
         if every is None:
@@ -181,7 +182,7 @@ def _finished(
 
     import torch
 
-    from pipeschool.runtime.launch import load
+    from pipeschool.runtime.host.result import load
 
     losses = training.losses[-batches * m :]
     note: dict[str, Any] = {"epoch": epoch, "loss": sum(losses) / len(losses)}
@@ -194,7 +195,7 @@ def _finished(
     return note
 
 
-def _identity(schedule: Schedule, every: int | None, options: Options) -> dict[str, Any]:
+def _identity(schedule: Schedule, every: int | None, options: RunOptions) -> dict[str, Any]:
     """What a checkpoint must agree in with the training that goes on from it."""
     return {
         "schedule": schedule.name,
@@ -214,8 +215,8 @@ def _resume(
         return Training(), Place(), None
     import torch
 
-    from pipeschool.runtime.launch import State
-    from pipeschool.runtime.weights import StageState
+    from pipeschool.runtime.host.result import State
+    from pipeschool.runtime.weights.stage_weights import StageState
 
     try:
         saved = torch.load(file, weights_only=True)

@@ -1,0 +1,1 @@
+"""Runs over several machines, started by torchrun."""

@@ -1,0 +1,1 @@
+"""Worker processes of one machine: started, watched, ended."""

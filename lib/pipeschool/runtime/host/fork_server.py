@@ -1,0 +1,108 @@
+"""The process that workers are forked from: it has torch, pipeschool and the model's modules.
+
+So a worker is ready in a few hundredths of a second, and every run has new ones: nothing of one run
+can spoil the next. Where there is no fork server (Windows) workers are spawned, which takes
+seconds.
+
+The server is started anew when a model comes with a module that it has not imported, or when a
+file of the user's own has changed since: a worker must never compute with yesterday's code.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+AVAILABLE = "forkserver" in multiprocessing.get_all_start_methods()
+PRELOAD = "PIPESCHOOL_PRELOAD"  # environment variable: what `preload` imports
+if AVAILABLE:
+    from multiprocessing import forkserver
+
+
+def under_torchrun() -> bool:
+    """Has torchrun started this process, as one of the workers?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def start_early() -> None:
+    """Where workers are ours to start: let the server import torch while the caller does."""
+    if not under_torchrun():
+        start_fork_server()
+
+
+class Preloaded:
+    """What the server of this process has imported beside torch and pipeschool."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.files: dict[str, float] = {}  # the user's own, and when they were changed last
+
+
+preloaded = Preloaded()
+
+
+def start_fork_server(modules: Iterable[str] = ()) -> Any:
+    """The context that makes processes. Its server starts importing now, if it is not there yet,
+    and starts again if it has not imported `modules` as they are now.
+
+    That takes seconds the first time, so a caller who has torch to import can do both at once.
+    """
+    context: Any = multiprocessing.get_context("forkserver" if AVAILABLE else "spawn")
+    if AVAILABLE:
+        wanted = list(dict.fromkeys([*preloaded.modules, *modules]))
+        files = own_files() if wanted else {}
+        known = {name: files.get(name) for name in preloaded.files}
+        if wanted != preloaded.modules or known != preloaded.files:
+            stop_fork_server()
+            preloaded.modules, preloaded.files = wanted, files
+        context.set_forkserver_preload(["pipeschool.runtime.host.preload"])
+        os.environ[PRELOAD] = json.dumps([sys.path, wanted])
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ[PRELOAD]
+    return context
+
+
+def stop_fork_server() -> None:
+    """End the server; the next one is started when it is needed. Python has no public way to do
+    that: where its private one has gone, workers import a model's modules themselves."""
+    stop = getattr(forkserver._forkserver, "_stop", None)
+    if stop is not None:
+        stop()
+
+
+def modules_of(objects: Iterable[object]) -> list[str]:
+    """The modules that define the classes and functions of `objects`, as far as a worker would have
+    to import them: not those of Python, torch or pipeschool, nor a notebook's own."""
+    found: dict[str, None] = {}
+    for item in objects:
+        name = getattr(item, "__module__", None) or type(item).__module__
+        module = sys.modules.get(name)
+        top = name.partition(".")[0]
+        importable = getattr(module, "__spec__", None) is not None
+        if importable and top not in ("torch", "pipeschool", *sys.stdlib_module_names):
+            found[name] = None
+    return sorted(found)
+
+
+def own_files() -> dict[str, float]:
+    """The files that the user's own modules came from, each with the time of its last change.
+    Those of Python and of installed packages are taken to stay as they are."""
+    installed = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    files = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not file.startswith((*installed, sys.prefix)):
+            try:
+                files[file] = Path(file).stat().st_mtime
+            except OSError:
+                continue
+    return files

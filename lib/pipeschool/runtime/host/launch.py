@@ -1,0 +1,182 @@
+"""From the caller's arguments to jobs for the workers, and from their reports to a result."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from pipeschool.actions import Schedule
+from pipeschool.checking import check
+from pipeschool.cost import recompute_table
+from pipeschool.lowering import lower, peer_of
+from pipeschool.runtime.cluster import torchrun
+from pipeschool.runtime.host.batches import fit_batches
+from pipeschool.runtime.host.fork_server import modules_of, under_torchrun
+from pipeschool.runtime.host.job import Job, Report
+from pipeschool.runtime.host.pool import Pool
+from pipeschool.runtime.host.requirements import (
+    MOST_WORKERS,
+    check_stages,
+    choose_device,
+    pace_table,
+    refuse_with_tensor_parallel,
+)
+from pipeschool.runtime.host.result import Result, State, load, put_together
+from pipeschool.runtime.host.serialize import serialize
+from pipeschool.runtime.host.watch import Watch
+from pipeschool.runtime.options import ENGINES, RunOptions
+from pipeschool.runtime.stages.microbatches import cut
+from pipeschool.runtime.torch_engine.limits import refuse
+from pipeschool.runtime.weights.sharding import check_plan
+from pipeschool.runtime.weights.stage_weights import on_cpu
+from pipeschool.runtime.weights.ties import ready_for_ties, ties_of
+from pipeschool.runtime.wire import local_wire
+
+MakeJob = Callable[[int, str], Job]  # for a process, and how all of them meet
+
+
+def launch(
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Iterable[tuple[Any, Any]],
+    options: RunOptions,
+    called: float,
+    state: State | None = None,
+) -> Result:
+    """Check everything, start the workers, watch over them, put their reports together.
+
+    With `state` the run goes on where an earlier one ended.
+    """
+    schedule, data = fit_batches(schedule, batches)
+    check_stages(schedule, stages)
+    ties = ties_of(stages) if schedule.trains else []
+    given = ready_for_ties(check(schedule), ties, options)
+    schedule = check(lower(given))
+    processes = schedule.p * options.tensor_parallel
+    if processes > MOST_WORKERS and not under_torchrun():
+        raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
+    if state:
+        stages = [copy.deepcopy(stage) for stage in stages]
+        load(stages, state)
+    inputs, targets, loss_weights = cut(data, schedule)
+    backend, devices = choose_device(options.device, processes)
+    engine = engine_of(options)
+    own_messages = getattr(engine, "own_messages", False)
+    if own_messages:
+        refuse(given, stages, inputs, targets, options, backend, devices)
+    if options.tensor_parallel > 1:
+        check_plan(list(stages), options.tensor_plan)
+        refuse_with_tensor_parallel(options, own_messages)
+    if options.memory and under_torchrun():
+        raise ValueError("memory=True does not go with torchrun here: leave it out")
+    local = backend == "gloo" and local_wire.AVAILABLE and not under_torchrun()
+    carrier = "local" if local and not own_messages else backend
+    together = ties or schedule.replicas or options.tensor_parallel > 1
+    recompute = recompute_table(options.recompute, schedule)
+    paces = pace_table(options.pace, recompute, schedule)
+
+    def job(process: int, rendezvous: str = "") -> Job:
+        worker = process // options.tensor_parallel
+        mine = schedule.stages_of(worker)
+        return Job(
+            options=options,
+            schedule=schedule,
+            # Copies made one by one no longer share parameters: each stage steps with its own.
+            modules={s: copy.deepcopy(stages[s]) if ties else stages[s] for s in mine},
+            inputs=inputs if worker in schedule.owners[0] else None,
+            targets=targets if worker in schedule.owners[-1] else None,
+            loss_weights=loss_weights,
+            recompute=recompute,
+            pace=paces,
+            restore={s: state.stages[s] for s in mine} if state else {},
+            generator=state.generators[worker] if state else None,
+            ties=ties,
+            engine=engine,
+            carrier=carrier,
+            backend=backend,
+            device=devices[process],
+            rendezvous=rendezvous if together or carrier != "local" else "",
+        )
+
+    # What is declared is no standstill.
+    patience = options.timeout + max(max(times) for times in (paces or {"": [0.0]}).values())
+    if under_torchrun():
+        same = {
+            "backends": backend,
+            "models": fingerprints(stages),
+            "data": fingerprints([inputs, targets]),
+        }
+        reports = torchrun.take_part(job, schedule, patience, same)
+    else:
+        used = [m for stage in stages for m in stage.modules()]
+        modules = modules_of([*used, options.loss, options.optimizer, options.scheduler, engine])
+        links = links_of(schedule, options.tensor_parallel) if carrier == "local" else set()
+        reports = on_this_machine(job, schedule, patience, options.tensor_parallel, links, modules)
+    result = put_together(schedule, reports, carrier, devices, options.paced, called)
+    if options.history:
+        result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
+    if options.update_stages:
+        load(stages, result.state)
+    return result
+
+
+def on_this_machine(
+    job: MakeJob,
+    schedule: Schedule,
+    timeout: float,
+    tensor_size: int,
+    links: Iterable[local_wire.Link],
+    modules: Sequence[str],
+) -> list[Report]:
+    """Start the workers as processes of this machine, and watch over them."""
+    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        jobs = [serialize(job(n, rendezvous)) for n in range(schedule.p * tensor_size)]
+        pool = Pool(len(jobs), links, modules)
+        try:
+            for control, packed in zip(pool.controls, jobs, strict=True):
+                control.send_bytes(packed)
+            return Watch(pool, schedule, timeout, tensor_size).results()
+        finally:
+            pool.end()
+
+
+def engine_of(options: RunOptions) -> type[Any]:
+    """The class that the workers load: the caller's own, or one of ours by its name."""
+    if not isinstance(options.engine, str):
+        return options.engine
+    module, name = ENGINES[options.engine]
+    engine: type[Any] = getattr(importlib.import_module(module), name)
+    return engine
+
+
+def links_of(schedule: Schedule, tensor_size: int) -> set[local_wire.Link]:
+    """(source, target) of all processes between which messages go."""
+    workers = {
+        (worker, peer_of(action, schedule))
+        for worker, row in enumerate(schedule.workers)
+        for action in row
+        if action.kind.startswith("SEND")
+    }
+    return {
+        (source * tensor_size + rank, target * tensor_size + rank)
+        for source, target in workers
+        for rank in range(tensor_size)
+    }
+
+
+def fingerprints(values: Sequence[Any]) -> list[float]:
+    """The sum of all numbers in each of `values`, a module or nested tensors."""
+    nested = [list(v.parameters()) if isinstance(v, nn.Module) else v for v in values]
+    return [
+        sum(float(t.detach().abs().double().sum()) for t in tree_leaves(v) if torch.is_tensor(t))
+        for v in nested
+    ]

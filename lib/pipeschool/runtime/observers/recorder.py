@@ -1,0 +1,53 @@
+"""Notes when each action started and ended, by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeschool.actions import Action
+from pipeschool.runtime.clock import Clock, CoreWait, Mark
+from pipeschool.runtime.observers.observer import Observer
+from pipeschool.runtime.weights.stage_weights import StageWeights
+from pipeschool.runtime.wire.wire import Wire
+from pipeschool.trace import Span
+
+
+class Recorder(Observer):
+    """The spans of one worker. weights: of its stages; they know which version was used."""
+
+    def __init__(
+        self, worker: int, clock: Clock, weights: Mapping[int, StageWeights], wire: Wire | None
+    ):
+        self.worker = worker
+        self.clock = clock
+        self.weights = weights
+        self.wire = wire
+        self.core_wait = CoreWait()
+        self.noted: list[tuple[Action, Mark, Mark, int, int, int, float]] = []
+        self.start: Mark = 0.0
+
+    def before(self, action: Action) -> None:
+        """It starts now."""
+        self.start = self.clock.mark()
+
+    def after(self, action: Action) -> None:
+        """It ends now."""
+        end = self.clock.mark()
+        if action.is_message:
+            number, held, size = 0, 1, self.wire.last.bytes if self.wire else 0
+        else:
+            number, held, _ = self.weights[action.stage].in_use
+            size = 0
+        waited = self.core_wait.since_last()
+        self.noted.append((action, self.start, end, number, held, size, waited))
+
+    def spans(self) -> tuple[list[Span], list[Span]]:
+        """Those of compute and updates, and those of messages."""
+        found: tuple[list[Span], list[Span]] = ([], [])
+        for action, start, end, number, held, size, waited in self.noted:
+            begin, finish = self.clock.seconds(start), self.clock.seconds(end)
+            found[action.is_message].append(
+                Span(self.worker, action, begin, finish, number, held, size, waited)
+            )
+        self.core_wait.close()
+        return found

@@ -1,0 +1,152 @@
+"""The options of a run: each is declared, checked and explained here, and nowhere else."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pipeschool.actions import whole_number
+from pipeschool.cost import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+    MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+Pace = tuple["float | Sequence[float]", "float | Sequence[float]"]
+ENGINES = {  # the module and the class that a name stands for
+    "pipeschool": ("pipeschool.runtime.engine", "Engine"),
+    "torch": ("pipeschool.runtime.torch_engine.engine", "TorchEngine"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The keyword arguments of `ps.run`; those of `ps.train` are the same.
+
+    loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
+    optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
+    scheduler: makes a learning-rate scheduler from it; one step after each update.
+    clip_norm: the largest norm of a stage's gradients; longer ones are shortened to it before the
+        update. Every stage looks at its own: no stage has those of all.
+    pace: (forward, backward) seconds, each one number or one per stage. Each action still does
+        its work, and ends no earlier than this time after its input was in hand: see more workers
+        than there are cores. All times are read from the clock.
+    device: ``auto``, ``cpu`` or ``cuda``. NCCL with a GPU per worker; otherwise messages go through
+        the host.
+    engine: ``pipeschool``, or ``torch``: the same schedule on PyTorch's own engine,
+        ``torch.distributed.pipelining``, for synchronous schedules and equal microbatches; or an
+        engine class of your own, see `pipeschool.runtime.engine` and `pipeschool.runtime.share`.
+    timeout: seconds without any progress after which a run counts as stuck. A worker that is
+        busy computing gets 15 times as long. Declared times, of `pace` and of links, do not count.
+    nan_check: stop at the first NaN that a stage gives.
+    seed: worker w seeds torch with seed + w.
+    history: note the parameters after every update, see `Result.history`.
+    update_stages: load the trained weights into `stages`; they are left alone otherwise.
+    recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same
+        random numbers, for its backward; True, False, or one of them per stage. A paced backward
+        then lasts as long as a forward and a backward.
+    memory: count the bytes of all tensors alive, see `Trace.memory`; every operation takes some
+        microseconds longer.
+    latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
+        held back until a link like that would have brought it, counted from the moment at which it
+        was really sent. The trace is ``measured, paced`` then.
+    tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
+        style of torch.distributed.tensor.parallel for layers by their name in the stage.
+
+    Raises ValueError where one of them is not what it must be.
+    """
+
+    loss: Callable[[Any, Any], Tensor] | None = None
+    optimizer: MakeOptimizer | None = None
+    scheduler: MakeScheduler | None = None
+    clip_norm: float | None = None
+    pace: Pace | None = None
+    device: str = "auto"
+    engine: str | type[Any] = "pipeschool"
+    timeout: float = 3.0
+    nan_check: bool = False
+    seed: int = 0
+    history: bool = False
+    update_stages: bool = False
+    recompute: bool | Sequence[bool] = False
+    memory: bool = False
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    tensor_parallel: int = 1
+    tensor_plan: Mapping[str, ParallelStyle] | None = None
+
+    def __post_init__(self) -> None:
+        engine = self.engine
+        own = isinstance(engine, type) and callable(getattr(engine, "run", None))
+        if not own and not (isinstance(engine, str) and engine in ENGINES):
+            raise ValueError(
+                f"engine must be one of {', '.join(ENGINES)}, or a class with a method run, not "
+                f"{engine!r}"
+            )
+        number("timeout", self.timeout, positive=True)
+        for name, function, example in (
+            ("loss", self.loss, "torch.nn.CrossEntropyLoss()"),
+            ("optimizer", self.optimizer, "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
+            ("scheduler", self.scheduler, "lambda o: torch.optim.lr_scheduler.StepLR(o, 10)"),
+        ):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be a function, such as {example}, not {function!r}")
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ValueError(
+                f"loss must be a function of outputs and targets, such as {name}(), not the class "
+                f"{name}"
+            )
+        if self.clip_norm is not None:
+            number("clip_norm", self.clip_norm, positive=True)
+        whole_number("tensor_parallel", self.tensor_parallel)
+        number("latency", self.latency)
+        number("bandwidth", self.bandwidth, positive=True, infinite=True)
+        whole_number("seed", self.seed, at_least=0)
+
+    @property
+    def paced(self) -> bool:
+        """Do actions or messages wait out a declared time?"""
+        return self.pace is not None or self.latency > 0 or self.bandwidth < math.inf
+
+
+def options_of(function: str, given: Mapping[str, Any]) -> RunOptions:
+    """The options in `given`, keyword arguments of `function`; TypeError where there is no such."""
+    known = [field.name for field in fields(RunOptions)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+            raise TypeError(f"{function} has no option {name!r}: {advice}")
+    return RunOptions(**given)
+
+
+def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `function`, which takes ``**options``, show each of them in its signature and explain
+    them in its help, so that both are written once."""
+    own = inspect.signature(function, eval_str=False)
+    listed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
+        )
+        for field in fields(RunOptions)
+    ]
+    function.__signature__ = own.replace(parameters=[*listed, *added])  # type: ignore[attr-defined]
+    explained = inspect.cleandoc(RunOptions.__doc__ or "").partition("\n\n")[2]
+    options = explained.rpartition("\n\nRaises")[0]
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", options)
+    return function

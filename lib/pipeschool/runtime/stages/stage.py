@@ -1,0 +1,252 @@
+"""One stage of the model: forward, backward and update of its share of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeschool.actions import B, F, I, W
+from pipeschool.runtime.stages.split_backward import SplitBackward
+from pipeschool.runtime.weights.stage_weights import Parameters, StageWeights, Version
+from pipeschool.runtime.weights.storage import addresses
+
+Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Flight:
+    """A microbatch between its forward and the end of its backward."""
+
+    leaves: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    again: Callable[[], tuple[Tensor, ...]] | None = None  # recompute: the forward once more
+    halves: SplitBackward | None = None  # between the two halves of a split backward
+
+
+class Shell(nn.Module):
+    """Around a module: lets `functional_call` put weights into it for anything, not its forward
+    alone."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``."""
+        return function(*args)
+
+
+class Stage:
+    """The layers of one stage, and what its microbatches in flight wait for.
+
+    recompute: keep only the input of a microbatch, and do its forward again for the backward.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, weights: StageWeights, recompute: bool = False
+    ):
+        self.index = index
+        self.module = module
+        self.weights = weights
+        self.recompute = recompute
+        self.shell = Shell(module)
+        self.has_buffers = next(module.buffers(), None) is not None
+        self.in_flight: dict[int, Flight] = {}
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The stage's outputs for `inputs`, kept for the backward; the `loss` of them, if given.
+
+        What came from another stage is cut off from that stage's graph (it has none here), and
+        asked for a gradient, which is what goes back. A loss takes the place of the outputs.
+        """
+        version = self.weights.use(F(self.index, microbatch))
+        values = tuple(x for x in inputs if x is not None)
+        with explained(values):
+            return self._forward(microbatch, version, values, loss)
+
+    def _forward(
+        self,
+        microbatch: int,
+        version: Version,
+        inputs: tuple[Tensor, ...],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        leaves = tuple(as_leaf(x) if self.index else x for x in inputs)
+
+        def compute(**buffers: Tensor) -> tuple[Tensor, ...]:
+            outputs = self._call(version, leaves, buffers)
+            return outputs if loss is None else (checked_loss(loss, outputs),)
+
+        flight = self.in_flight[microbatch] = Flight(leaves)
+        if self.recompute:
+            flight.again = self._repeatable(compute)
+            before = [leaf._version for leaf in leaves]
+            with torch.no_grad():
+                outputs = compute()
+            if before != [leaf._version for leaf in leaves]:
+                raise ValueError(
+                    f"stage {self.index} changes its input in place, so it cannot be computed "
+                    "again from it: use the operation that gives a new tensor, or recompute=False"
+                )
+            return outputs
+        flight.outputs = compute()
+        return flight.outputs
+
+    def infer(self, microbatch: int, inputs: Tensors) -> tuple[Tensor, ...]:
+        """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
+        version = self.weights.use(F(self.index, microbatch))
+        values = tuple(x for x in inputs if x is not None)
+        with torch.no_grad(), explained(values):
+            return self._call(version, values)
+
+    def backward(self, microbatch: int, gradients: Tensors | float) -> Tensors:
+        """Gradients of the stage's inputs, given those of its outputs; weights' are collected.
+
+        One number in place of the gradients: the weight of this loss in the loss of its update.
+        """
+        version = self.weights.use(B(self.index, microbatch))
+        flight = self.in_flight.pop(microbatch)
+        outputs, starts = matched(flight, gradients)
+        self.weights.lend(version)
+        if outputs:  # a checkpoint inside the module goes forward again, with the same weights
+            self._having(version.parameters, torch.autograd.backward, outputs, starts)
+        found = tuple(leaf.grad for leaf in flight.leaves)
+        self.weights.collect(version, found)
+        return found
+
+    def backward_input(self, microbatch: int, gradients: Tensors | float) -> Tensors:
+        """The first half of a split backward: gradients of the stage's inputs."""
+        version = self.weights.use(I(self.index, microbatch))
+        flight = self.in_flight[microbatch]
+        starts = matched(flight, gradients)
+        weights = list(version.parameters.values())
+        flight.halves = self._having(
+            version.parameters, SplitBackward, *starts, flight.leaves, weights
+        )
+        flight.outputs = ()
+        return flight.halves.inputs
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: gradients of the weights, which are collected."""
+        version = self.weights.use(W(self.index, microbatch))
+        halves = self.in_flight.pop(microbatch).halves
+        assert halves is not None
+        self.weights.lend(version)
+        self._having(version.parameters, halves.weight_half)
+        self.weights.collect(version, halves.inputs)
+
+    def _call(
+        self, version: Version, inputs: tuple[Tensor, ...], buffers: Parameters | None = None
+    ) -> tuple[Tensor, ...]:
+        """The module's outputs with the weights of `version`, and other `buffers` than its own.
+
+        A buffer among them is copied: the next forward may change it before it has been used.
+        """
+        state = version.parameters | buffers if buffers else version.parameters
+        outputs = as_tensors(self._having(state, self.module, *inputs), f"stage {self.index}")
+        if not self.has_buffers:
+            return outputs
+        kept = addresses(self.module.buffers())
+        return tuple(out.clone() if kept & addresses([out]) else out for out in outputs)
+
+    def _having(self, state: Parameters, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)`` while the module has the weights and buffers of `state`."""
+        if state is self.weights.current:
+            return function(*args)
+        named = {f"module.{name}": value for name, value in state.items()}
+        return functional_call(self.shell, named, (function, *args))
+
+    def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
+        """`compute` once more later, with the same random numbers (a dropout must not change),
+        and on copies of the buffers as they are now (what depends on them must not change, and a
+        running mean must not count a microbatch twice)."""
+        devices = sorted({p.device.index for p in self.module.parameters() if p.is_cuda})
+        host = torch.get_rng_state()
+        device_states = [torch.cuda.get_rng_state(device) for device in devices]
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+
+        def again() -> tuple[Tensor, ...]:
+            with torch.random.fork_rng(devices=devices):
+                torch.set_rng_state(host)
+                for device, state in zip(devices, device_states, strict=True):
+                    torch.cuda.set_rng_state(state, device)
+                outputs: tuple[Tensor, ...] = compute(**buffers)
+                return outputs
+
+        return again
+
+
+@contextmanager
+def explained(inputs: tuple[Tensor, ...]) -> Iterator[None]:
+    """Let an error of the learner's own forward say what the input was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"the input was {describe(inputs)}")
+        if "leaf Variable" in str(error):
+            error.add_note("a stage must not change its input in place: leave inplace=True out")
+        raise
+
+
+def matched(
+    flight: Flight, gradients: Tensors | float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The outputs that a backward starts from, and their gradients. A recomputing stage makes the
+    outputs now."""
+    outputs = flight.again() if flight.again else flight.outputs
+    if not isinstance(gradients, tuple):
+        gradients = tuple(torch.full_like(loss, gradients) for loss in outputs)
+    pairs = [
+        (out, gradient)
+        for out, gradient in zip(outputs, gradients, strict=True)
+        if out.requires_grad and gradient is not None
+    ]
+    return tuple(out for out, _ in pairs), tuple(gradient for _, gradient in pairs)
+
+
+def checked_loss(loss: Callable[[Any], Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
+    """The last stage's loss, which takes the place of its outputs."""
+    value = loss(outputs[0] if len(outputs) == 1 else outputs)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError("the loss does not depend on anything that can be trained")
+    return value
+
+
+def as_leaf(x: Tensor) -> Tensor:
+    """`x` as the start of a new graph; asked for a gradient where it can have one."""
+    x = x.detach()
+    return x.requires_grad_() if x.is_floating_point() or x.is_complex() else x
+
+
+def as_tensors(value: Any, source: str) -> tuple[Tensor, ...]:
+    """A tensor, or a tuple or list of tensors, as a tuple; TypeError in one sentence otherwise."""
+    items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for item in items:
+        if not isinstance(item, Tensor):
+            raise TypeError(
+                f"{source} must give a tensor or a tuple of tensors, not {describe(value)}"
+            )
+    return items
+
+
+def describe(value: Any) -> str:
+    """Shapes and types in short, for messages: ``(8, 32) float64``."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(describe(item) for item in value) + ")"
+    return type(value).__name__

@@ -1,0 +1,1 @@
+"""PyTorch's own pipeline engine behind the same call."""

@@ -1,0 +1,1 @@
+"""Messages between workers: one interface, a carrier in each file."""

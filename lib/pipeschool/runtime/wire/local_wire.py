@@ -1,0 +1,215 @@
+"""Messages between processes of one machine: Unix sockets, and shared memory for large tensors.
+
+Each link, which is one direction between two workers, has a socket of its own. What goes back on it
+are the numbers of slots that are free again.
+
+Why not torch.distributed here as well? Between processes of one machine a message over gloo takes
+several times as long to wake up its receiver; `pipeschool bench` measures both.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from pipeschool.actions import Action, Schedule
+from pipeschool.runtime.clock import Clock
+from pipeschool.runtime.errors import PeerLost
+from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.wire.packet import (
+    INSIDE,
+    Header,
+    Packed,
+    copy_out,
+    pack,
+    read_header,
+    slot_code,
+    slot_of,
+    write_header,
+)
+from pipeschool.runtime.wire.shared_memory import SlotsReceived, SlotsToSend
+from pipeschool.runtime.wire.wire import Wire, as_stored
+
+Link = tuple[int, int]  # from one process to another, both by their numbers
+AVAILABLE = hasattr(socket, "AF_UNIX") and hasattr(socket, "send_fds")
+ROOM = 16384  # bytes of the largest packet that holds tensors: these a socket carries quickly
+LENGTH = struct.Struct("I")  # stands before each packet
+SLOT = struct.Struct("H")  # what goes back: the number of a slot
+READ = 65536  # bytes asked of a socket at once
+
+
+class LocalWire(Wire):
+    """Sends and receives over `links`: the sockets of this process, by link.
+
+    process: the number of this one; with tensor parallelism a worker has several (`tensor_size`),
+    and each talks to the same one of its peers.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        schedule: Schedule,
+        clock: Clock,
+        device: torch.device,
+        links: Mapping[Link, socket.socket],
+        process: int,
+        tensor_size: int = 1,
+    ):
+        super().__init__(worker, schedule, clock, device)
+        rank = process % tensor_size
+        self.sending: dict[int, SendingEnd] = {}
+        self.receiving: dict[int, ReceivingEnd] = {}
+        for (source, target), end in links.items():
+            if source == process:
+                self.sending[(target - rank) // tensor_size] = SendingEnd(end)
+            else:
+                self.receiving[(source - rank) // tensor_size] = ReceivingEnd(end)
+
+    def pack(self, send: Action, tensors: Tensors) -> Packed:
+        """Large tensors are copied into shared memory now."""
+        header = write_header(self.due(send), tensors)
+        packed = pack(header, as_stored(tensors), ROOM if self.device.type == "cpu" else 0)
+        return self.sending[self.peers[send]].store(packed) if packed.rest else packed
+
+    def post(self, send: Action, message: Packed, sent: float) -> None:
+        """One write, unless the socket is full."""
+        self.sending[self.peers[send]].post(message.stamp(sent), message.descriptor)
+
+    def take(self, receive: Action) -> tuple[Header, Tensors]:
+        """Large tensors are used where they are, in shared memory."""
+        return self.receiving[self.peers[receive]].take()
+
+    def flush(self) -> None:
+        """Wait for the threads of sockets that were full."""
+        for end in self.sending.values():
+            end.flush()
+
+
+class SendingEnd:
+    """The end of a link that packets go into. Where the socket is full, a thread waits for room:
+    the worker must not, since its peer may need something else of it first."""
+
+    def __init__(self, end: socket.socket):
+        self.socket = end
+        self.slots = SlotsToSend()
+        self.lock = threading.Lock()
+        self.waiting: deque[tuple[memoryview, int]] = deque()  # packets, and their descriptors
+        self.thread: threading.Thread | None = None
+
+    def store(self, packed: Packed) -> Packed:
+        """`packed` with its tensors in shared memory."""
+        self._take_back()
+        number, descriptor = self.slots.put(packed.rest)
+        struct.pack_into("q", packed.packet, 8, slot_code(number, descriptor >= 0))
+        return packed._replace(rest=[], descriptor=descriptor)
+
+    def post(self, packet: bytearray, descriptor: int) -> None:
+        """Send a packet, now or as soon as there is room."""
+        data = memoryview(LENGTH.pack(len(packet)) + packet)
+        with self.lock:
+            if not self.waiting:
+                data, descriptor = self._write(data, descriptor, socket.MSG_DONTWAIT)
+            if data:
+                self.waiting.append((data, descriptor))
+                if self.thread is None:
+                    self.thread = threading.Thread(target=self._write_waiting, daemon=True)
+                    self.thread.start()
+
+    def flush(self) -> None:
+        """Wait until nothing waits any more."""
+        if thread := self.thread:
+            thread.join()
+
+    def _write(self, data: memoryview, descriptor: int, flags: int) -> tuple[memoryview, int]:
+        """Write as much of `data` as there is room for; what is left."""
+        try:
+            if descriptor < 0:
+                return data[self.socket.send(data, flags) :], -1
+            sent = socket.send_fds(self.socket, [data], [descriptor], flags)
+        except BlockingIOError:
+            return data, descriptor
+        except OSError as error:
+            raise PeerLost(f"the other end of a message has gone ({error})") from None
+        os.close(descriptor)
+        return data[sent:], -1
+
+    def _write_waiting(self) -> None:
+        try:
+            while True:
+                data, descriptor = self.waiting[0]
+                while data:
+                    data, descriptor = self._write(data, descriptor, 0)
+                with self.lock:
+                    self.waiting.popleft()
+                    if not self.waiting:
+                        self.thread = None
+                        return
+        except PeerLost:  # `waiting` stays as it is; who receives from that peer will notice too
+            return
+
+    def _take_back(self) -> None:
+        """Note which slots the receiver has given back."""
+        try:
+            while data := self.socket.recv(READ, socket.MSG_DONTWAIT):
+                self.slots.free += [number for (number,) in SLOT.iter_unpack(data)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise PeerLost(f"the other end of a message has gone ({error})") from None
+
+
+class ReceivingEnd:
+    """The end of a link that packets come out of."""
+
+    def __init__(self, end: socket.socket):
+        self.socket = end
+        self.slots = SlotsReceived(self._give_back)
+        self.data = bytearray()  # read, and not yet taken
+        self.descriptors: deque[int] = deque()
+
+    def take(self) -> tuple[Header, Tensors]:
+        """Wait for the next packet; what it says, and its tensors."""
+        while len(self.data) < LENGTH.size:
+            self._read()
+        end = LENGTH.size + LENGTH.unpack_from(self.data)[0]
+        while len(self.data) < end:
+            self._read()
+        packet = memoryview(bytes(self.data[LENGTH.size : end]))
+        del self.data[:end]
+        header = read_header(packet)
+        if header.place == INSIDE:
+            return header, copy_out(packet, header)
+        number, fresh = slot_of(header.place)
+        if fresh:
+            self.slots.add(number, self.descriptors.popleft())
+        return header, self.slots.tensors(number, header.shapes)
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, READ, 4)
+        except OSError as error:
+            raise PeerLost(f"the other end of a message has gone ({error})") from None
+        if not data:
+            raise PeerLost("the other end of a message has gone")
+        self.data += data
+        self.descriptors += descriptors
+
+    def _give_back(self, number: int) -> None:
+        try:
+            self.socket.send(SLOT.pack(number))
+        except OSError:  # the sender is gone, or the run is over: nobody wants it back
+            pass
+
+
+def new_link() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a link."""
+    return socket.socketpair()
+
+
+__all__ = ["AVAILABLE", "Link", "LocalWire", "new_link"]
