@@ -1,26 +1,36 @@
-"""Messages: what a packet holds, and the two ends of a link, here without a wire."""
+"""Messages: what a packet holds, and what each carrier does with it."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pipeschool as ps
 import pytest
 import torch
+import torch.distributed as dist
 from pipeschool.actions import Action
+from pipeschool.lowering import lower
+from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import PeerLost
-from pipeschool.runtime.inbox import AHEAD, Inbox
+from pipeschool.runtime.weights.groups import Groups
 from pipeschool.runtime.wire import packet
+from pipeschool.runtime.wire.local_wire import ROOM, LocalWire
 from pipeschool.runtime.wire.outbox import MANY, Outbox
+from pipeschool.runtime.wire.shared_memory import SlotsToSend
+from pipeschool.runtime.wire.torch_wire import TorchWire
+from pipeschool.runtime.wire.wire import Wire
 from torch import Tensor
 
 CPU = torch.device("cpu")
 RECEIVE = Action("RECV_F", 2, 3)
-ROOM = packet.SIZE - 80  # for one matrix: its header has 10 numbers of 8 bytes
 
 
 def of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -28,24 +38,27 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return (torch.arange(torch.Size(shape).numel()) % 7 - 2).to(dtype).reshape(shape)
 
 
-def there_and_back(*tensors: Tensor | None) -> tuple[packet.Packed, packet.Unpacked]:
+# Packets
+
+
+def there_and_back(*tensors: Tensor | None) -> tuple[packet.Packed, packet.Header, list]:
     """A message of `tensors`, written and read."""
     payload = [t for t in tensors if t is not None]
-    packed = packet.pack(packet.write_header(RECEIVE, tensors), payload, inline=True)
-    return packed, packet.unpack(packed.stamp(12.5))
+    packed = packet.pack(packet.write_header(RECEIVE, tensors), payload, room=1 << 20)
+    memory = memoryview(packed.stamp(12.5))
+    header = packet.read_header(memory)
+    return packed, header, list(packet.copy_out(memory, header))
 
 
 @pytest.mark.parametrize("dtype", packet.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (1, 2, 3, 1)], ids=str)
 def test_a_packet_gives_back_what_was_put_in(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     first, last = of(dtype, *shape), of(torch.int8, 3)
-    packed, read = there_and_back(first, None, last)
-    assert (read.left, read.action) == (12.5, RECEIVE)
+    packed, header, (came_first, missing, came_last) = there_and_back(first, None, last)
+    assert (header.sent, header.receive) == (12.5, RECEIVE)
     assert packed.bytes == first.nbytes + 3
-    assert read.tensors is not None
-    assert read.tensors[1] is None
-    for sent, came in ((first, read.tensors[0]), (last, read.tensors[2])):
-        assert came is not None
+    assert missing is None
+    for sent, came in ((first, came_first), (last, came_last)):
         assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
         assert came.equal(sent)
 
@@ -56,36 +69,36 @@ def test_a_column_of_one_number_or_none_is_as_good_as_any_tensor(
     dtype: torch.dtype, rows: int
 ) -> None:
     column, spread = of(dtype, 2, 3)[:rows, 1], of(dtype, 1)[0].expand(rows, 1)
-    _, read = there_and_back(column, spread)
-    assert read.tensors is not None
-    assert [t.tolist() for t in read.tensors if t is not None] == [column.tolist(), spread.tolist()]
+    *_, read = there_and_back(column, spread)
+    assert [t.tolist() for t in read] == [column.tolist(), spread.tolist()]
 
 
 def test_what_comes_out_of_a_packet_has_memory_of_its_own() -> None:
-    packed, read = there_and_back(of(torch.float32, 4), of(torch.float32, 4))
-    assert read.tensors is not None
-    first, second = read.tensors
-    assert first is not None and second is not None
+    packed, _, (first, second) = there_and_back(of(torch.float32, 4), of(torch.float32, 4))
     assert first.untyped_storage().nbytes() == 16
-    packed.packet[:] = bytes(packet.SIZE)
+    packed.packet[:] = bytes(len(packed.packet))
     first.zero_()
     assert second.tolist() == [-2, -1, 0, 1]
 
 
-@pytest.mark.parametrize(("size", "inline"), [(ROOM, True), (ROOM + 1, False)])
-def test_what_does_not_fit_into_a_packet_follows_it(size: int, inline: bool) -> None:
-    tensor = of(torch.uint8, 1, size)
-    packed, read = there_and_back(tensor)
-    assert (read.tensors is not None) is inline
-    assert [t is tensor for t in packed.rest] == ([] if inline else [True])
-    assert read.shapes == [packet.Shape(torch.uint8, (1, size))]
+@pytest.mark.parametrize(("more", "inside"), [(0, True), (1, False)])
+def test_what_does_not_fit_into_a_packet_is_not_in_it(more: int, inside: bool) -> None:
+    room = 4096
+    start = packet.aligned(8 * 10)  # a matrix has a header of 10 numbers
+    tensor = of(torch.uint8, 1, room - start + more)
+    packed = packet.pack(packet.write_header(RECEIVE, (tensor,)), [tensor], room)
+    header = packet.read_header(memoryview(packed.stamp(0.0)))
+    assert header.place == (packet.INSIDE if inside else packet.FOLLOWS)
+    assert [t is tensor for t in packed.rest] == ([] if inside else [True])
+    assert header.shapes == [packet.Shape(torch.uint8, tuple(tensor.shape))]
 
 
-def test_a_backend_may_want_all_tensors_apart() -> None:
-    tensor = of(torch.float32, 2)
-    packed = packet.pack(packet.write_header(RECEIVE, (tensor,)), [tensor], inline=False)
-    assert packed.rest == [tensor]
-    assert packet.unpack(packed.stamp(0.0)).tensors is None
+def test_a_packet_names_a_slot_and_says_whether_it_is_new() -> None:
+    for number in (0, 5, 65535):
+        for fresh in (False, True):
+            code = packet.slot_code(number, fresh)
+            assert code < 0
+            assert packet.slot_of(code) == (number, fresh)
 
 
 def test_too_many_tensors_are_refused() -> None:
@@ -95,89 +108,229 @@ def test_too_many_tensors_are_refused() -> None:
         there_and_back(*[torch.tensor(1.0)] * (most + 1))
 
 
-class Wire:
-    """Messages that a peer has sent; notes in which order their parts are asked for."""
+# Both carriers, two workers
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self.receives = [Action("RECV_F", 1, k) for k in range(len(tensors))]
-        self.packed = [
-            packet.pack(packet.write_header(receive, (t,)), [t], inline=True)
-            for receive, t in zip(self.receives, tensors, strict=True)
-        ]
-        self.asked: list[tuple[int, int]] = []  # (microbatch, part)
-        self.waited: dict[tuple[int, int], str] = {}  # by which thread
-
-    def receive(self, action: Action, buffer: Tensor, part: int) -> Callable[[], Any]:
-        """What `Transport` gives to an inbox."""
-        self.asked.append((action.microbatch, part))
-
-        def wait() -> None:
-            packed = self.packed[action.microbatch]
-            source = packed.stamp(1.0) if part == 0 else packed.rest[part - 1]
-            buffer.copy_(source)
-            self.waited[action.microbatch, part] = threading.current_thread().name
-
-        return wait
+SCHEDULE = lower(ps.gpipe(2, 200))
+SMALL, LARGE = (3, 4), (60, 700)
 
 
-SMALL, LARGE = of(torch.float32, 2, 3), of(torch.float32, 50, 60)
-HERE = threading.current_thread().name
-
-
-def take_all(receives: list[Action], inbox: Inbox) -> list[Tensor | None]:
-    """All messages, in the order of the receives."""
-    found = []
-    for receive in receives:
-        message = inbox.take()
-        assert message.action == receive
-        found += message.tensors
-    return found
-
-
-def test_small_messages_are_asked_for_ahead_and_need_no_thread() -> None:
-    wire = Wire(*[SMALL] * (AHEAD + 5))
-    inbox = Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=False)
-    assert wire.asked == [(k, 0) for k in range(AHEAD)]
-    inbox.take()
-    assert wire.asked[AHEAD:] == [(AHEAD, 0)]
-    assert all(t is not None and t.equal(SMALL) for t in take_all(wire.receives[1:], inbox))
-    assert set(wire.waited.values()) == {HERE}
-
-
-def test_after_a_large_message_a_thread_takes_the_rest() -> None:
-    sent = [SMALL, LARGE, SMALL, LARGE]
-    wire = Wire(*sent)
-    found = take_all(
-        wire.receives, Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=False)
+def local_pair() -> Iterator[tuple[Wire, Wire]]:
+    """The wires of two workers, both in this process."""
+    ends = {(0, 1): socket.socketpair(), (1, 0): socket.socketpair()}
+    yield tuple(
+        LocalWire(
+            worker,
+            SCHEDULE,
+            Clock(CPU),
+            CPU,
+            {link: pair[worker != link[0]] for link, pair in ends.items()},
+            worker,
+        )
+        for worker in (0, 1)
     )
-    assert all(t is not None and t.equal(s) for t, s in zip(found, sent, strict=True))
-    by_thread = {key for key, name in wire.waited.items() if name != HERE}
-    assert by_thread == {(2, 0), (3, 0), (3, 1)}
+    for pair in ends.values():
+        for end in pair:
+            end.close()
 
 
-def test_an_inbox_may_take_everything_at_once() -> None:
-    wire = Wire(LARGE, LARGE)
-    inbox = Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=True)
-    take_all(wire.receives, inbox)
-    assert HERE not in wire.waited.values()
+@pytest.fixture
+def pair() -> Iterator[tuple[LocalWire, LocalWire]]:
+    """Two workers on one machine."""
+    yield from local_pair()
 
 
-def test_a_backend_that_keeps_an_order_is_asked_when_it_is_time() -> None:
-    wire = Wire(LARGE, SMALL)
-    inbox = Inbox(wire.receives, wire.receive, CPU, ahead=False, threaded=False)
-    assert wire.asked == []
-    take_all(wire.receives, inbox)
-    assert wire.asked == [(0, 0), (0, 1), (1, 0)]
-    assert set(wire.waited.values()) == {HERE}
+def send(wire: Wire, k: int, *tensors: Tensor | None) -> None:
+    """What worker 0 sends forward for microbatch k."""
+    wire.send(Action("SEND_F", 0, k), tensors)
 
 
-def test_what_goes_wrong_in_the_thread_is_raised_by_take() -> None:
-    wire = Wire(LARGE, LARGE)
-    del wire.packed[1]
-    inbox = Inbox(wire.receives, wire.receive, CPU, ahead=True, threaded=False)
-    inbox.take()
-    with pytest.raises(IndexError):
-        inbox.take()
+def receive(wire: Wire, k: int) -> Any:
+    """What worker 1 gets for it."""
+    return wire.receive(Action("RECV_F", 1, k))
+
+
+def talk(worker: int, make: Callable[[int], Wire], answer: Any) -> None:
+    """Worker 0 sends microbatches that worker 1 doubles and sends back."""
+    torch.set_num_threads(1)
+    wire = make(worker)
+    shapes = [SMALL, LARGE, (0, 2), LARGE, (200, 700), SMALL]
+    if worker == 0:
+        for k, shape in enumerate(shapes):  # all of them first: no send waits for its receiver
+            send(wire, k, of(torch.float64, *shape), None, of(torch.int32, 2))
+        found = []
+        for k, shape in enumerate(shapes):
+            (doubled,) = wire.receive(Action("RECV_B", 0, k))
+            found.append(torch.equal(doubled, 2 * of(torch.float64, *shape)))
+            assert wire.last.bytes == doubled.nbytes
+        answer.put(found)
+    else:
+        for k in range(len(shapes)):
+            x, nothing, numbers = receive(wire, k)
+            assert nothing is None and numbers.tolist() == [-2, -1]
+            wire.send(Action("SEND_B", 1, k), (2 * x,))
+    wire.flush()
+
+
+def over_sockets(links: dict) -> Callable[[int], Wire]:
+    """How each of two processes makes its local wire."""
+    return lambda worker: LocalWire(worker, SCHEDULE, Clock(CPU), CPU, links[worker], worker)
+
+
+def over_torch(file: str) -> Callable[[int], Wire]:
+    """How each of two processes makes its wire over gloo."""
+
+    def make(worker: int) -> Wire:
+        dist.init_process_group("gloo", init_method=file, rank=worker, world_size=2)
+        return TorchWire(worker, SCHEDULE, Clock(CPU), CPU, "gloo", Groups())
+
+    return make
+
+
+@pytest.mark.parametrize("carrier", ["local", "gloo"])
+def test_two_processes_exchange_messages_of_all_sizes(carrier: str, tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    ends = {(0, 1): socket.socketpair(), (1, 0): socket.socketpair()}
+    links = [{link: two[w != link[0]] for link, two in ends.items()} for w in (0, 1)]
+    make = over_sockets(links) if carrier == "local" else over_torch((tmp_path / "f").as_uri())
+    answer = context.SimpleQueue()
+    workers = [context.Process(target=talk, args=(w, make, answer)) for w in (0, 1)]
+    for worker in workers:
+        worker.start()
+    assert answer.get() == [True] * 6
+    for worker in workers:
+        worker.join(20)
+        worker.kill()
+
+
+def test_a_message_for_somebody_else_is_noticed(pair) -> None:
+    send(pair[0], 4, of(torch.float32, 2))
+    with pytest.raises(ValueError, match=r"^got 0SEND_F4 where 0SEND_F3 was due$"):
+        receive(pair[1], 3)
+
+
+def test_a_message_says_when_it_was_handed_over_not_when_it_was_packed(pair) -> None:
+    packed = pair[0].pack(Action("SEND_F", 0, 0), (of(torch.float32, *LARGE),))
+    time.sleep(0.01)
+    before = time.perf_counter()
+    pair[0].send(Action("SEND_F", 0, 0), packed)
+    after = time.perf_counter()
+    receive(pair[1], 0)
+    for wire in pair:
+        assert before <= wire.last.sent + 1e-8 and wire.last.sent <= after
+        assert wire.last.bytes == 4 * 60 * 700
+
+
+def test_a_packed_message_is_what_the_tensor_was_when_it_was_packed(pair) -> None:
+    for k, shape in enumerate((SMALL, LARGE)):
+        tensor = of(torch.float32, *shape)
+        packed = pair[0].pack(Action("SEND_F", 0, k), (tensor,))
+        expected = tensor.clone()
+        tensor.zero_()
+        pair[0].send(Action("SEND_F", 0, k), packed)
+        assert torch.equal(receive(pair[1], k)[0], expected)
+
+
+def test_a_slot_is_used_again_once_its_tensors_are_gone_and_not_before(pair) -> None:
+    source, target = pair
+    slots = source.sending[1].slots
+
+    def passed(k: int, *shape: int) -> Tensor:
+        send(source, k, of(torch.float32, *shape) + k)
+        return receive(target, k)[0]
+
+    first = passed(0, *LARGE)
+    view = first[3:]
+    second = passed(1, *LARGE)
+    assert (len(slots.slots), slots.free) == (2, [])
+    del second
+    gc.collect()
+    third = passed(2, *LARGE)  # in the slot of the second
+    assert (len(slots.slots), slots.free) == (2, [])
+    assert torch.equal(third, of(torch.float32, *LARGE) + 2)
+    del first
+    gc.collect()
+    fourth = passed(3, *LARGE)  # a view still needs the first slot
+    assert (len(slots.slots), slots.free) == (4, [3])
+    assert torch.equal(view, of(torch.float32, *LARGE)[3:])
+    assert torch.equal(fourth, of(torch.float32, *LARGE) + 3)
+
+
+def test_a_larger_message_gets_a_larger_slot_and_the_memory_of_the_small_one_is_given_up(pair):
+    source, target = pair
+    slots, kept = source.sending[1].slots, []
+    for k, rows in enumerate((60, 120, 60, 240, 240)):
+        send(source, k, of(torch.float32, rows, 700))
+        kept.append(receive(target, k)[0].clone())
+        gc.collect()
+    sizes = [slot.size // 28000 for slot in slots.slots]  # rounded up to whole pages
+    assert sizes == [6, 12, 24, 24]
+    assert set(slots.free) <= {2, 3}  # of the small ones none is used again
+    for tensor, rows in zip(kept, (60, 120, 60, 240, 240), strict=True):
+        assert torch.equal(tensor, of(torch.float32, rows, 700))
+
+
+def test_a_tensor_of_a_slot_may_be_changed_in_place_and_shares_its_memory_with_no_other(pair):
+    send(pair[0], 0, of(torch.float32, *LARGE), of(torch.float32, *LARGE))
+    first, second = receive(pair[1], 0)
+    first.zero_()
+    assert torch.equal(second, of(torch.float32, *LARGE))
+    assert first.untyped_storage().nbytes() == first.nbytes
+
+
+def test_many_messages_in_flight_need_few_descriptors(pair) -> None:
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("counts descriptors under /proc, which only Linux has")
+    gc.collect()  # what other tests have left
+    before = len(os.listdir("/proc/self/fd"))
+    for k in range(100):
+        send(pair[0], k, of(torch.float32, *LARGE) + k)
+    kept = [receive(pair[1], k)[0] for k in range(100)]
+    assert all(torch.equal(t, of(torch.float32, *LARGE) + k) for k, t in enumerate(kept))
+    # Segments of 1, 1, 2, 4, ... 64 slots: eight, one descriptor each at either end.
+    assert len(os.listdir("/proc/self/fd")) - before <= 16
+
+
+def test_no_send_waits_for_its_receiver(pair) -> None:
+    full = of(torch.uint8, ROOM - 200)
+    for k in range(200):  # many times what a socket holds
+        send(pair[0], k, full + k % 5)
+    assert all(torch.equal(receive(pair[1], k)[0], full + k % 5) for k in range(200))
+    pair[0].flush()
+    assert pair[0].sending[1].thread is None
+    send(pair[0], 0, full)
+    assert pair[0].sending[1].thread is None  # nobody waits: no thread is needed
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_a_peer_that_is_gone_is_a_lost_peer(pair, shape) -> None:
+    pair[1].receiving[0].socket.close()
+    with pytest.raises(PeerLost, match="^the other end of a message has gone"):
+        send(pair[0], 0, of(torch.float32, *shape))
+    pair[1].sending[0].socket.close()
+    with pytest.raises(PeerLost, match="^the other end of a message has gone"):
+        pair[0].receive(Action("RECV_B", 0, 0))
+
+
+def test_shared_memory_without_memfd(monkeypatch, pair) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)  # as on macOS
+    send(pair[0], 0, of(torch.float32, *LARGE))
+    assert torch.equal(receive(pair[1], 0)[0], of(torch.float32, *LARGE))
+
+
+def test_slots_take_the_smallest_that_is_large_enough() -> None:
+    slots = SlotsToSend()
+    (first, new), (second, newer) = (slots.put([of(torch.uint8, n)]) for n in (9000, 1000))
+    assert (first, second) == (0, 1) and new >= 0 and newer >= 0
+    slots.free += [first, second]
+    assert slots.put([of(torch.uint8, 2000)]) == (1, -1)
+    assert slots.put([of(torch.uint8, 2000)]) == (0, -1)
+    third, newest = slots.put([of(torch.uint8, 2000)])
+    assert third == 2 and newest >= 0
+    for descriptor in (new, newer, newest):
+        os.close(descriptor)
+
+
+# The sending end of torch.distributed
 
 
 class Work:
@@ -228,7 +381,7 @@ def test_a_large_buffer_is_freed_once_it_has_left_and_nobody_waits_for_that() ->
     works[0].gone.set()
     assert until(lambda: alive(buffers) == 1)
     works[1].gone.set()
-    outbox.settle()
+    outbox.flush()
     assert alive(buffers) == 0
 
 
@@ -239,17 +392,17 @@ def test_small_buffers_are_kept_up_to_a_number() -> None:
         work.gone.set()
     buffers = [sent(outbox, work, large=False) for work in works]
     assert until(lambda: alive(buffers) == 3)
-    outbox.settle()
+    outbox.flush()
     assert alive(buffers) == 0
 
 
-def test_an_outbox_goes_on_after_it_has_settled_and_leaves_no_thread() -> None:
+def test_an_outbox_goes_on_after_it_was_flushed_and_leaves_no_thread() -> None:
     before = threading.active_count()
     outbox, work = Outbox(polled=False), Work()
     work.gone.set()
     for _ in range(3):
         sent(outbox, work, large=True)
-        outbox.settle()
+        outbox.flush()
         assert threading.active_count() == before
 
 
@@ -277,4 +430,4 @@ def test_what_goes_wrong_shows_when_everything_is_to_have_left(
     work.gone.set()
     sent(outbox, work, large)
     with pytest.raises(expected, match=text):
-        outbox.settle()
+        outbox.flush()

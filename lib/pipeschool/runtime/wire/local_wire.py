@@ -187,7 +187,7 @@ class ReceivingEnd:
             return header, copy_out(packet, header)
         number, fresh = slot_of(header.place)
         if fresh:
-            self.slots.add(number, self.descriptors.popleft())
+            self.slots.add_segment(self.descriptors.popleft())
         return header, self.slots.tensors(number, header.shapes)
 
     def _read(self) -> None:

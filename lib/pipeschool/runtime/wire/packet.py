@@ -31,7 +31,7 @@ DTYPES = (
 NOTHING = -1  # stands for the dtype of a missing gradient
 INSIDE = 1  # in the second number of a header: the tensors are in the packet,
 FOLLOWS = 0  # or come after it, or are in a slot of the shared memory: then it is below zero.
-FRESH = 1 << 16  # taken from the number of a slot that the receiver does not have yet
+FRESH = 1 << 16  # taken from the number of a slot in a segment that comes with the packet
 
 
 class Packed(NamedTuple):

@@ -2,8 +2,11 @@
 
 The sender copies a message's tensors into a free slot; the receiver works on them where they are,
 and gives the slot back when nobody uses them any more. Slots stay for the messages to come, so
-there are as many as messages are alive at once. They have no name: when both processes are gone, so
-is the memory, whatever ended them.
+memory is used for as many as are alive at once. It has no name: when both processes are gone, so is
+the memory, whatever ended them.
+
+When slots run out, a segment with as many as there are already is added: a thousand messages in
+flight then need ten file descriptors, not a thousand. What is never written to takes no memory.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,38 +24,50 @@ from pipeschool.runtime.stages.stage import Tensors
 from pipeschool.runtime.wire.packet import Shape, aligned, read_tensors
 
 
+class Slot(NamedTuple):
+    """A place for one message."""
+
+    segment: mmap.mmap
+    start: int
+    size: int
+
+
 class SlotsToSend:
     """The slots of one link, at its sending end."""
 
     def __init__(self) -> None:
-        self.slots: list[mmap.mmap] = []
+        self.slots: list[Slot] = []
         self.free: list[int] = []
 
     def put(self, payload: Sequence[Tensor]) -> tuple[int, int]:
-        """Copy `payload` into a free slot: (its number, the descriptor of its memory where the
+        """Copy `payload` into a free slot: (its number, the descriptor of the segment where the
         receiver does not have that yet, else -1)."""
         size = sum(aligned(tensor.nbytes) for tensor in payload)
-        number, descriptor = self._slot_for(size)
+        enough = [number for number in self.free if self.slots[number].size >= size]
+        descriptor = -1
+        if not enough:
+            descriptor = self._add_segment(size)
+            enough = self.free
+        number = min(enough, key=lambda free: self.slots[free].size)
+        self.free.remove(number)
+        segment, start, _ = self.slots[number]
         shapes = [Shape(tensor.dtype, tuple(tensor.shape)) for tensor in payload]
-        for place, tensor in zip(read_tensors(self.slots[number], 0, shapes), payload, strict=True):
-            assert place is not None
-            place.copy_(tensor)
+        places = read_tensors(segment, start, shapes)
+        for place, tensor in zip(places, payload, strict=True):
+            if place is not None:
+                place.copy_(tensor)
         return number, descriptor
 
-    def _slot_for(self, size: int) -> tuple[int, int]:
-        enough = [number for number in self.free if len(self.slots[number]) >= size]
-        if enough:
-            number = min(enough, key=lambda slot: len(self.slots[slot]))
-            self.free.remove(number)
-            return number, -1
-        descriptor = new_memory(size)
-        memory = mmap.mmap(descriptor, size)
-        if not self.free:
-            self.slots.append(memory)
-            return len(self.slots) - 1, descriptor
-        number = self.free.pop()  # too small for what is sent now: a larger one takes its place
-        self.slots[number] = memory
-        return number, descriptor
+    def _add_segment(self, size: int) -> int:
+        """Let only slots of at least `size` be free, the lowest of them new; its descriptor."""
+        for number in self.free:  # too small for what is sent now: let the system have their memory
+            segment, start, length = self.slots[number]
+            if hasattr(mmap, "MADV_REMOVE"):
+                segment.madvise(mmap.MADV_REMOVE, start, length)
+        descriptor, count = new_memory(), slots_in_next_segment(self.slots)
+        os.ftruncate(descriptor, count * -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.free = add_slots(self.slots, mmap.mmap(descriptor, 0))
+        return descriptor
 
 
 class SlotsReceived:
@@ -59,16 +75,17 @@ class SlotsReceived:
 
     def __init__(self, give_back: Callable[[int], None]):
         self.give_back = give_back
-        self.slots: dict[int, mmap.mmap] = {}
+        self.slots: list[Slot] = []
 
-    def add(self, number: int, descriptor: int) -> None:
-        """A new slot, or a larger one in the place of an old one."""
-        self.slots[number] = mmap.mmap(descriptor, 0)
+    def add_segment(self, descriptor: int) -> None:
+        """More slots."""
+        add_slots(self.slots, mmap.mmap(descriptor, 0))
         os.close(descriptor)
 
     def tensors(self, number: int, shapes: Sequence[Shape | None]) -> Tensors:
         """The tensors in a slot. Once the memory of the last of them is free, so is the slot."""
-        found = tuple(read_tensors(self.slots[number], 0, shapes))
+        segment, start, _ = self.slots[number]
+        found = tuple(read_tensors(segment, start, shapes))
         used = [t for t in found if t is not None and t.nbytes]
         alive = [len(used)]
 
@@ -82,12 +99,22 @@ class SlotsReceived:
         return found
 
 
-def new_memory(size: int) -> int:
+def slots_in_next_segment(slots: Sequence[Slot]) -> int:
+    """As many as there are. Both ends of a link count in the same way."""
+    return max(1, len(slots))
+
+
+def add_slots(slots: list[Slot], segment: mmap.mmap) -> list[int]:
+    """Add those of `segment`, all of one size; their numbers."""
+    first, count = len(slots), slots_in_next_segment(slots)
+    size = len(segment) // count
+    slots += [Slot(segment, number * size, size) for number in range(count)]
+    return list(range(first, first + count))
+
+
+def new_memory() -> int:
     """The descriptor of new memory without a name."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("pipeschool")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor
+        return os.memfd_create("pipeschool")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
