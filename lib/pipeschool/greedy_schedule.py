@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pipeschool.actions import Action, F, Schedule
 from pipeschool.cost import Cost
-from pipeschool.lowering import Link
+from pipeschool.dependencies import Link
 from pipeschool.problem import Problem, problem
 
 

@@ -14,9 +14,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeschool.actions import Action, F, Schedule
-from pipeschool.cost import Cost, number
+from pipeschool.arguments import number
+from pipeschool.cost import Cost
+from pipeschool.dependencies import Link
 from pipeschool.greedy_schedule import greedy
-from pipeschool.lowering import Link
 from pipeschool.problem import Problem, problem
 from pipeschool.simulator import simulate
 from pipeschool.trace import Trace

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from pipeschool.actions import Action, B, F, I, Schedule, W, whole_number
-from pipeschool.cost import Cost, numbers, per_item
-from pipeschool.lowering import Handover, Link, handovers
+from pipeschool.actions import Action, B, F, I, Schedule, W
+from pipeschool.arguments import numbers, per_item, whole_number
+from pipeschool.cost import Cost
+from pipeschool.dependencies import Handover, Link, handovers, hands_on, needs
 from pipeschool.schedules.pieces import looped_stages, v_stages
 
 PLACEMENTS = ("loop", "V")
@@ -54,18 +55,10 @@ class Problem:
         return self.seconds[action.kind][action.stage]
 
     def followers(self, action: Action) -> list[Action]:
-        """What can be done once the results of `action` have arrived, given its own stage's past.
-
-        A microbatch goes forward through all stages and back; a weight half hangs on its I.
-        """
-        kind, stage, microbatch = action
-        backward = I if self.split else B
-        if kind == "F" and stage < self.plan.stages - 1:
-            return [F(stage + 1, microbatch)]
-        if kind == "F":
-            return [backward(stage, microbatch)]
-        before = [backward(stage - 1, microbatch)] if kind in ("B", "I") and stage else []
-        return before + ([W(stage, microbatch)] if kind == "I" else [])
+        """What can be done once the results of `action` have arrived: it is the last that they
+        need, as their own stage's past is over by then."""
+        users = hands_on(action, self.plan)
+        return [user for user in users if needs(user, self.plan)[-1] == action]
 
     def message(self, action: Action, following: Action) -> Message | None:
         """What travels from `action` to `following`; None where they are on one worker."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeschool.actions import Action, Schedule
+from pipeschool.arguments import number
 from pipeschool.checking import checked_order
-from pipeschool.cost import Cost, number
-from pipeschool.lowering import Link, handovers
+from pipeschool.cost import Cost
+from pipeschool.dependencies import LETTERS, Link, handovers
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Ledger, Policy, ledgers, with_weights
 
@@ -108,7 +109,7 @@ def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
         boundary = stage if kind == "F" else stage - 1
         return Step(
             seconds[kind][stage],
-            "B" if kind == "I" else kind,
+            LETTERS.get(kind, kind),
             found or nothing,
             transfer[boundary] if found else 0.0,
             sizes[boundary] if found else 0.0,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeschool.actions import whole_number
-from pipeschool.cost import number
+from pipeschool.arguments import number, whole_number
 from pipeschool.runtime import run
 from pipeschool.runtime.microbatch import split
 from pipeschool.runtime.reference import gradients, max_error

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, whole_number
 from pipeschool.runtime import profile, run
 from pipeschool.schedules import build
 from pipeschool.simulator import simulate

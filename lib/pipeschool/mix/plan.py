@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, whole_number
 from pipeschool.schedules import build
 
 MIB, GIB, GB = 2**20, 2**30, 10**9

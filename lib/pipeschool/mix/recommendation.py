@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from pipeschool.actions import whole_number
+from pipeschool.arguments import whole_number
 from pipeschool.mix.estimates import Estimate, drains, estimate, stage_cost
 from pipeschool.mix.plan import Machine, Mix, Model, all_reduce_seconds, gigabytes, most
 from pipeschool.schedules import build

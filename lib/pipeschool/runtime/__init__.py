@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import Cost, number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, whole_number
+from pipeschool.cost import Cost
 from pipeschool.runtime.errors import RunError, RunStopped, one_sentence_errors
 from pipeschool.runtime.pool import start_early
 from pipeschool.runtime.training import Training, train

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from pipeschool.actions import Action, Schedule, whole_number
+from pipeschool.actions import Action, Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.runtime.clock import Clock, Mark, now, sleep_until
 from pipeschool.runtime.errors import PeerLost

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import peer_of
+from pipeschool.dependencies import peer_of
 from pipeschool.runtime.clock import agree_on_time
 from pipeschool.runtime.errors import Frame, RunError
 from pipeschool.runtime.job import Failure, Job, Report

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import message_of, peer_of, sender_of
+from pipeschool.dependencies import message_of, peer_of, sender_of
 from pipeschool.runtime import packet
 from pipeschool.runtime.errors import guarded
 from pipeschool.runtime.inbox import Arrived, Inbox

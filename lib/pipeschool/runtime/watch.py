@@ -15,7 +15,7 @@ import psutil
 from tqdm.auto import tqdm
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import peer_of
+from pipeschool.dependencies import peer_of
 from pipeschool.runtime.errors import RunError, RunStopped
 from pipeschool.runtime.job import Failure, Report
 from pipeschool.runtime.pool import Pool

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from pipeschool.actions import Action, B, F, Schedule, whole_number, with_updates
+from pipeschool.actions import Action, B, F, Schedule, with_updates
+from pipeschool.arguments import whole_number
 
 
 def round_robin(
