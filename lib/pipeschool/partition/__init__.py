@@ -27,6 +27,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'pipeschool.partition' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _WITH_TORCH.keys())
+
+
 __all__ = [
     "Chain",
     "Layer",

@@ -27,12 +27,12 @@ def profile_layers(
 ) -> Profile:
     """What each layer of `model` costs for a microbatch of `batch` cut in `m`.
 
-    Every layer is measured as a stage of its own, by `runtime.measure`, in this process on one thread;
-    the model is not changed. After a round to warm up, 2 * `rounds` forwards and `rounds`
-    backwards count. A short layer seems longer than it is inside a stage: some tens of
-    microseconds of Python belong to each. The loss counts for the last layer. A parameter that
-    layers share counts for each of them: on stages apart each has a copy; on one stage, once would
-    do. `loss` and `optimizer` as for `run`.
+    Every layer is measured as a stage of its own, in this process on one thread; the model is not
+    changed. After a round to warm up, 2 * `rounds` forwards and `rounds` backwards count. A short
+    layer seems longer than it is inside a stage: some tens of microseconds of Python belong to
+    each. The loss counts for the last layer. A parameter that layers share counts for each of them:
+    on stages apart each has a copy; on one stage, once would do. `loss` and `optimizer` as for
+    `run`.
     """
     whole_number("m", m)
     whole_number("rounds", rounds)
