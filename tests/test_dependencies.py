@@ -10,7 +10,7 @@ from oracles import random_schedule
 from pipeschool import Action, B, F, Schedule
 from pipeschool.checking import checked_order
 from pipeschool.dependencies import (
-    Link,
+    Channel,
     consumer,
     handovers,
     hands_on,
@@ -141,21 +141,21 @@ def test_every_handover_is_a_message_of_the_lowered_schedule(schedule: Schedule)
             if found is None:
                 assert Action(f"SEND_{action.kind[-1]}", *action[1:]) not in where
                 continue
-            letter, stage, link = found
+            letter, stage, channel = found
             send = Action(f"SEND_{letter}", action.stage, action.microbatch)
             receive = Action(f"RECV_{letter}", stage, action.microbatch)
-            assert where[send] == link.source == worker
-            assert where[receive] == link.target
+            assert where[send] == channel.source == worker
+            assert where[receive] == channel.target
             assert consumer(action, lowered) == send
             assert consumer(send, lowered) == message_of(send) == message_of(receive) == receive
             assert sender_of(receive) == send
-            assert peer_of(send, schedule) == link.target
-            assert peer_of(receive, schedule) == link.source
+            assert peer_of(send, schedule) == channel.target
+            assert peer_of(receive, schedule) == channel.source
 
 
-def test_workers_that_take_turns_have_links_of_their_own() -> None:
-    assert [h and h.link for h in handovers(TURNS)["F", 0]] == [Link(0, 1), Link(0, 2)]
-    assert [h and h.link for h in handovers(TURNS)["B", 1]] == [Link(1, 0), Link(2, 0)]
+def test_workers_that_take_turns_have_channels_of_their_own() -> None:
+    assert [h and h.channel for h in handovers(TURNS)["F", 0]] == [Channel(0, 1), Channel(0, 2)]
+    assert [h and h.channel for h in handovers(TURNS)["B", 1]] == [Channel(1, 0), Channel(2, 0)]
 
 
 def test_one_worker_hands_on_no_message() -> None:

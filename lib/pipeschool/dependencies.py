@@ -25,8 +25,8 @@ LETTERS = {"F": "F", "B": "B", "I": "B"}
 STEPS = {"F": 1, "B": -1}
 
 
-class Link(NamedTuple):
-    """One direction between two workers. Messages on a link never overtake each other."""
+class Channel(NamedTuple):
+    """One direction between two workers. Messages on a channel never overtake each other."""
 
     source: int
     target: int
@@ -37,7 +37,7 @@ class Handover(NamedTuple):
 
     letter: str
     stage: int
-    link: Link
+    channel: Channel
 
 
 # --- one action ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def handovers(schedule: Schedule) -> dict[KindAndStage, list[Handover | None]]:
         for kind in kinds:
             if user := _user(kind, stage, schedule):
                 ways = [
-                    Link(schedule.owner(stage, turn), schedule.owner(user[1], turn))
+                    Channel(schedule.owner(stage, turn), schedule.owner(user[1], turn))
                     for turn in range(schedule.period)
                 ]
                 if any(way.source != way.target for way in ways):

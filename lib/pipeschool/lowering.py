@@ -6,12 +6,12 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 from pipeschool.actions import Action, Schedule, require_schedule
-from pipeschool.dependencies import LETTERS, Handover, Link, handovers
+from pipeschool.dependencies import LETTERS, Channel, Handover, handovers
 
 
 def lower(schedule: Schedule) -> Schedule:
     """`schedule` with its messages: each send right after the compute that makes its content,
-    each receive just before the compute that needs it, never out of the order of its link.
+    each receive just before the compute that needs it, never out of the order of its channel.
 
     The order matters because NCCL ignores tags: there the n-th receive from a worker gets that
     worker's n-th send, whatever it holds. Taking a message earlier than needed cannot block: it
@@ -22,14 +22,14 @@ def lower(schedule: Schedule) -> Schedule:
         return schedule
     table, period = handovers(schedule), schedule.period
     nothing: list[Handover | None] = [None] * period
-    sent: defaultdict[Link, deque[Action]] = defaultdict(deque)
-    link_of: dict[Action, Link] = {}  # of each receive that no row has yet
+    sent: defaultdict[Channel, deque[Action]] = defaultdict(deque)
+    channel_of: dict[Action, Channel] = {}  # of each receive that no row has yet
     for row in schedule.workers:
         for kind, stage, microbatch in row:
             if found := table.get((kind, stage), nothing)[microbatch % period]:
                 receive = Action(f"RECV_{found.letter}", found.stage, microbatch)
-                sent[found.link].append(receive)
-                link_of[receive] = found.link
+                sent[found.channel].append(receive)
+                channel_of[receive] = found.channel
 
     rows = []
     for row in schedule.workers:
@@ -37,9 +37,9 @@ def lower(schedule: Schedule) -> Schedule:
         for action in row:
             kind, stage, microbatch = action
             needed = Action(f"RECV_{LETTERS.get(kind)}", stage, microbatch)
-            while link := link_of.get(needed):
-                receive = sent[link].popleft()
-                link_of.pop(receive, None)  # a forward listed twice is for `check` to refuse
+            while channel := channel_of.get(needed):
+                receive = sent[channel].popleft()
+                channel_of.pop(receive, None)  # a forward listed twice is for `check` to refuse
                 lowered.append(receive)
             lowered.append(action)
             if found := table.get((kind, stage), nothing)[microbatch % period]:

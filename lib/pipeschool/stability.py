@@ -210,7 +210,7 @@ def stable_rate(delay: int, curvature: float = 1.0) -> float:
     return 2 * math.sin(math.pi / (4 * delay + 2)) / number("curvature", curvature, positive=True)
 
 
-def delayed_descent(rate: float, delay: int, steps: int = 200, curvature: float = 1.0) -> float:
+def final_distance(rate: float, delay: int, steps: int = 200, curvature: float = 1.0) -> float:
     """How far from its minimum w ends up, on curvature w^2 / 2 with gradients `delay` steps old."""
     past = [1.0] * (delay + 1)  # the weights of the last steps, oldest first
     for _ in range(steps):
@@ -227,7 +227,7 @@ def late_gradients(
 ) -> list[Delayed]:
     """A table of rates and delays: a rate that is right without a delay diverges with one."""
     every = [(d, rate) for d in delays for rate in rates]
-    return [Delayed(d, rate, stable_rate(d), delayed_descent(rate, d, steps)) for d, rate in every]
+    return [Delayed(d, rate, stable_rate(d), final_distance(rate, d, steps)) for d, rate in every]
 
 
 def delayed_rate(delay: int, steps: int) -> Callable[[int], float]:

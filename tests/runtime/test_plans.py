@@ -16,6 +16,7 @@ from pipeschool.partition import (
     balanced,
     cut_at,
     equal,
+    pipedream_plan,
     profile_layers,
 )
 from pipeschool.partition.chain import Chain

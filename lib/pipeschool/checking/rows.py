@@ -285,7 +285,7 @@ def check_versions(schedule: Schedule) -> None:
                 continue
             own = stage_ledgers[worker][action.stage]
             try:
-                own.note(action)
+                own.record(action)
             except IllegalSchedule as error:
                 why = _too_many_in_flight(schedule, action.stage, own)
                 raise IllegalSchedule(f"{why}worker {worker}: {error}", worker, action) from None

@@ -9,11 +9,11 @@ from functools import lru_cache
 
 from pipeschool.actions import Schedule
 from pipeschool.cost import Cost
-from pipeschool.mix.plan import (
+from pipeschool.mix.setup import (
     GB,
     Machine,
     Mix,
-    Model,
+    Transformer,
     all_reduce_bytes,
     all_reduce_seconds,
     cut_layers,
@@ -58,7 +58,7 @@ class Estimate:
         return self.bubble / self.seconds
 
 
-def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
+def stage_cost(model: Transformer, machine: Machine, mix: Mix) -> Cost:
     """Seconds and bytes of one pipeline's actions, on one device of each stage.
 
     Compute goes by the usual rule of 6 operations per weight and word: 2 in the forward and 4 in
@@ -108,7 +108,7 @@ def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
 
 
 @lru_cache(maxsize=4096)
-def estimate(model: Model, machine: Machine, mix: Mix) -> Estimate:
+def estimate(model: Transformer, machine: Machine, mix: Mix) -> Estimate:
     """What a step of `mix` costs; ValueError where the machine or the model is too small for it.
 
     The schedule is simulated with `stage_cost`. A step is what one more batch adds, once the line
@@ -175,7 +175,7 @@ def fullest(trace: Trace) -> float:
     return max(totals)
 
 
-def compare(model: Model, machine: Machine, mixes: Iterable[Mix]) -> list[Estimate]:
+def compare(model: Transformer, machine: Machine, mixes: Iterable[Mix]) -> list[Estimate]:
     """One estimate per mix, in the order given, whether it fits or not."""
     return [estimate(model, machine, mix) for mix in mixes]
 

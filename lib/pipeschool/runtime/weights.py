@@ -75,7 +75,7 @@ class StageWeights:
         A backward gets the tensors that its forward worked on: they collect the gradients.
         """
         used = self.ledger.used.get(action.microbatch)
-        number, _ = self.ledger.note(action)
+        number, _ = self.ledger.record(action)
         parameters = self.versions[number if used is None else used]
         version = Version(number, self.held, parameters)
         self._drop()
@@ -108,7 +108,7 @@ class StageWeights:
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""
         old = self.ledger.newest
-        number, _ = self.ledger.note(action)
+        number, _ = self.ledger.record(action)
         keep = self.ledger.holds(old) and not self.ledger.policy.in_place
         for name, parameter in self.current.items():
             parameter.grad = self.gradients.get(name)

@@ -14,7 +14,7 @@ MIB, GIB, GB = 2**20, 2**30, 10**9
 
 
 @dataclass(frozen=True)
-class Model:
+class Transformer:
     """A Transformer of equal layers, with its word vectors at both ends.
 
     layers, hidden, sequence, vocabulary: numbers of each; 0 for a vocabulary leaves the ends out.
