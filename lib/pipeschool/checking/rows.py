@@ -93,8 +93,10 @@ def _check_replicas(schedule: Schedule) -> None:
 def check_complete(schedule: Schedule) -> None:
     """Each compute action once.
 
-    Counting settles it: where all actions differ and their microbatches are in range, as many as
-    there are microbatches are all of them. Only a wrong count makes us look for the action.
+    Rows are long, so they are counted, not searched. First, no row has an action twice or one for a
+    microbatch that does not exist. Then a stage with as many forwards as it has microbatches has
+    the forward of each, because they cannot be others. Only where the number is wrong is the row
+    searched, for an action to name.
     """
     for worker, row in enumerate(schedule.workers):
         _check_distinct(schedule, worker, row)
