@@ -20,6 +20,7 @@ from pipeschool.runtime import run
 from pipeschool.runtime.microbatch import split
 from pipeschool.runtime.reference import gradients, max_error
 from pipeschool.schedules import build
+from pipeschool.text import columns
 
 Gradients = Sequence[dict[str, Tensor]]  # one dict per stage
 SAMPLES = 16
@@ -33,11 +34,7 @@ def table(rows: Sequence[Any]) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     cells = [list(rows[0]._fields), *([text(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    )
+    return columns(cells, ">")
 
 
 # --- gradients that are summed over microbatches, but not divided --------------------------------

@@ -20,6 +20,7 @@ from pipeschool.mix.setup import (
     most,
 )
 from pipeschool.simulator import simulate
+from pipeschool.text import columns
 from pipeschool.trace import Trace
 
 
@@ -182,11 +183,10 @@ def compare(model: Transformer, machine: Machine, mixes: Iterable[Mix]) -> list[
 
 def table(estimates: Iterable[Estimate]) -> str:
     """The estimates as lines of text, one mix each."""
-    head = f"{'data x pipeline x tensor':<32}{'s/step':>8}{'compute':>9}{'bubble':>8}"
-    lines = [f"{head}{'tensor':>8}{'data':>7}{'memory':>10}"]
+    heads = "data x pipeline x tensor", "s/step", "compute", "bubble", "tensor", "data", "memory"
+    rows = [[*heads, ""]]
     for e in estimates:
-        shares = [part / e.seconds for part in (e.compute, e.bubble, e.tensor, e.data)]
-        compute, bubble, tensor, data = (f"{share:.0%}" for share in shares)
-        line = f"{str(e.mix):<32}{e.seconds:>8.3g}{compute:>9}{bubble:>8}{tensor:>8}{data:>7}"
-        lines.append(f"{line}{e.memory / GB:>7.1f} GB{'' if e.fits else '  does not fit'}")
-    return "\n".join(lines)
+        shares = [f"{part / e.seconds:.0%}" for part in (e.compute, e.bubble, e.tensor, e.data)]
+        fits = "" if e.fits else "does not fit"
+        rows.append([str(e.mix), f"{e.seconds:.3g}", *shares, f"{e.memory / GB:.1f} GB", fits])
+    return columns(rows, "<>>>>>><")
