@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import owner_of, random_schedule
 from pipeschool import Action, B, F, I, Schedule, U, W
-from pipeschool.actions import KINDS, peak_in_flight, whole_number, with_updates
+from pipeschool.actions import KINDS, peak_in_flight, with_updates
 
 seeds = st.integers(min_value=0, max_value=10**9)
 actions = st.builds(Action, st.sampled_from(KINDS), st.integers(0, 999), st.integers(0, 9999))
@@ -51,33 +51,6 @@ def test_only_sends_and_receives_are_messages() -> None:
     assert [kind for kind in KINDS if Action(kind, 0, 0).is_message] == [
         "SEND_F", "RECV_F", "SEND_B", "RECV_B",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [3, True + 2])
-def test_whole_numbers_pass(value: int) -> None:
-    assert whole_number("n", value) == 3
-
-
-def test_whole_numbers_of_other_libraries_pass_as_ints() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert type(whole_number("n", numpy.int64(3))) is int
-
-
-@pytest.mark.parametrize(
-    ("value", "at_least", "says"),
-    [
-        (0, 1, "n must be at least 1, not 0"),
-        (-1, 0, "n must be at least 0, not -1"),
-        (True, 1, "n must be a whole number of at least 1, not True"),
-        (1.0, 1, "n must be a whole number of at least 1, not 1.0"),
-        ("3", 0, "n must be a whole number of at least 0, not '3'"),
-        (None, 1, "n must be a whole number of at least 1, not None"),
-    ],
-)
-def test_what_is_no_whole_number_is_refused(value: object, at_least: int, says: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        whole_number("n", value, at_least)
-    assert str(caught.value) == says
 
 
 # Schedules

@@ -9,7 +9,6 @@ import numpy as np
 import pipeschool as ps
 import pytest
 from pipeschool import Cost
-from pipeschool.cost import number
 
 SCHEDULE = ps.gpipe(3, 2)
 
@@ -124,9 +123,3 @@ def test_a_list_of_another_length_is_refused(name: str, values: list[float]) -> 
         ps.simulate(SCHEDULE, cost)
     item = "worker" if name == "speed" else "stage"
     assert str(caught.value) == f"{name} needs one number, or one per {item}: 3, not {len(values)}"
-
-
-def test_number_returns_a_float_of_what_it_is_given() -> None:
-    assert number("x", 3) == 3.0
-    assert isinstance(number("x", 3), float)
-    assert number("x", math.inf, infinite=True) == math.inf

@@ -1,6 +1,8 @@
 """Which module may import which: each only from floors below its own, so nothing goes in circles.
 
-A module of a package, such as run/, is on the floor of its package, and may import its siblings.
+The modules and packages right under pipeschool have their floors in one table. A package may have a
+table of its own for what is in it; without one its files may import each other, as long as no two
+of them do so in a circle.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,107 +19,157 @@ import pytest
 LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "pipeschool"
 
 FLOORS = {
-    "actions": 0,
+    "arguments": 0,
     "memory": 0,
-    "schedules": 1,
-    "lowering": 1,
-    "formats": 1,
-    "cost": 1,
-    "trace": 1,
-    "versions": 1,
-    "checking": 2,
-    "problem": 2,
-    "simulator": 3,
-    "greedy_schedule": 3,
-    "runtime": 3,
-    "text": 3,
-    "mix": 4,
-    "optimal": 4,
-    "partition": 4,
-    "draw": 4,
-    "tune": 5,
-    "stability": 4,
-    "bench": 5,
-    "bench_report": 6,
-    "course_data": 5,
-    "widgets": 5,
-    "grade": 5,
-    "cli": 7,
-    "publish": 7,
+    "actions": 1,
+    "dependencies": 2,
+    "formats": 2,
+    "versions": 2,
+    "cost": 2,
+    "trace": 2,
+    "schedules": 3,
+    "lowering": 3,
+    "checking": 4,
+    "problem": 4,
+    "simulator": 5,
+    "greedy_schedule": 5,
+    "runtime": 5,
+    "text": 5,
+    "mix": 6,
+    "optimal": 6,
+    "partition": 6,
+    "draw": 6,
+    "stability": 6,
+    "tune": 7,
+    "bench": 7,
+    "course_data": 7,
+    "widgets": 7,
+    "grade": 7,
+    "bench_report": 8,
+    "cli": 9,
+    "publish": 9,
 }
-MAY_NEED_TORCH = {"runtime"}  # of floors 0 to 3
-WITHOUT_TORCH = {name for name, floor in FLOORS.items() if floor <= 3} - MAY_NEED_TORCH
+# The same within a package: its files and the packages in it. An empty table asks for nothing.
+RUNTIME_FLOORS: dict[str, int] = {}
+FLOORS_WITHIN: dict[str, dict[str, int]] = {
+    "pipeschool.actions": {"action": 0, "form": 1, "schedule": 2},
+    "pipeschool.checking": {"together": 0, "rows": 1},
+    "pipeschool.partition": {
+        "cuts": 0,
+        "profile": 0,
+        "chain": 1,
+        "measuring": 2,
+        "plan": 2,
+        "planners": 3,
+    },
+    "pipeschool.runtime": RUNTIME_FLOORS,
+}
+CIRCLES_TO_MEND = {"pipeschool.runtime"}  # packages whose files still import each other in a circle
+
+LIGHT = 5  # up to this floor a module starts without torch, numpy and matplotlib
+MAY_NEED_TORCH = {"runtime"}
+WITHOUT_TORCH = {name for name, floor in FLOORS.items() if floor <= LIGHT} - MAY_NEED_TORCH
 HEAVY = {"torch", "numpy", "matplotlib"}
 
 
-def module_of(file: Path) -> str:
-    """Name of the module or package right under pipeschool that holds `file`."""
-    return file.relative_to(LIBRARY).parts[0].removesuffix(".py")
+def module_name(file: Path) -> str:
+    """What `file` is called in an import, such as ``pipeschool.draw.style``."""
+    parts = ["pipeschool", *file.relative_to(LIBRARY).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = sorted(LIBRARY.rglob("*.py"))
-LIGHT_FILES = [file for file in FILES if module_of(file) in WITHOUT_TORCH | {"__init__"}]
+FILES = {module_name(file): file for file in sorted(LIBRARY.rglob("*.py"))}
+LIGHT_FILES = [
+    name for name in FILES if name == "pipeschool" or name.split(".")[1] in WITHOUT_TORCH
+]
 
 
-def imports(source: str, here: str) -> Iterator[str]:
-    """Full names of all that `source` imports, wherever in it. `here`: the package it is in."""
-    for node in ast.walk(ast.parse(source)):
+def package_of(name: str) -> str:
+    """The package that the module `name` is in; of a package, itself."""
+    return name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def imports(source: str, package: str, typing_too: bool = True) -> Iterator[str]:
+    """Full names of all that `source` imports, wherever in it. `package`: the one that it is in.
+
+    typing_too: also what is imported under ``if TYPE_CHECKING:``, which never happens in a run.
+    """
+    tree = ast.parse(source)
+    if not typing_too:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parts = here.split(".")
+            parts = package.split(".")
             base = ".".join(parts[: len(parts) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
             # `from pipeschool import trace` names a module as `import pipeschool.trace` does.
-            names = [alias.name for alias in node.names] if module == "pipeschool" else [""]
-            yield from (".".join(filter(None, [module, name])) for name in names)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def package_of(file: Path) -> str:
-    return ".".join(["pipeschool", *file.relative_to(LIBRARY).parts[:-1]])
+# --- floors --------------------------------------------------------------------------------------
 
 
-def faults(module: str, source: str, package: str = "pipeschool") -> list[str]:
+def faults(
+    module: str,
+    source: str,
+    package: str = "pipeschool",
+    within: str = "pipeschool",
+    floors: Mapping[str, int] = FLOORS,
+) -> list[str]:
     """One sentence for each import of `module` that does not come from a floor below.
 
-    The top floor may come in through the front door: everything there is below it.
+    `floors` are those of the modules right under `within`. The top floor of the library may come
+    in through its front door: everything there is below it.
     """
+    at_the_top = within == "pipeschool" and floors[module] == max(floors.values())
     found = []
     for name in imports(source, package):
-        top, _, rest = name.partition(".")
-        other = rest.partition(".")[0]
-        if top != "pipeschool" or other == module:
+        if name != within and not name.startswith(f"{within}."):
             continue
-        if other not in FLOORS:  # the front door itself, or a name taken from it
-            if FLOORS[module] < max(FLOORS.values()):
+        other = name.removeprefix(within).removeprefix(".").partition(".")[0]
+        if other == module:
+            continue
+        if other not in floors:  # the front door itself, or a name taken from it
+            if not at_the_top:
                 found.append(
                     f"{module} imports {name}, and so all floors: import from the module that has "
                     f"what it needs"
                 )
-        elif FLOORS[other] >= FLOORS[module]:
+        elif floors[other] >= floors[module]:
             found.append(
-                f"{module} (floor {FLOORS[module]}) imports {other} (floor {FLOORS[other]}): "
+                f"{module} (floor {floors[module]}) imports {other} (floor {floors[other]}): "
                 f"a module imports only from floors below it"
             )
-    return found
+    return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(LIBRARY)))
-def test_module_imports_only_from_floors_below(file: Path) -> None:
-    module = module_of(file)
-    if module == "__init__":
-        return  # the front door shows what all floors offer
-    assert module in FLOORS, (
-        f"{module} is on no floor yet: add it to FLOORS in {Path(__file__).name}"
+TABLES = {"pipeschool": FLOORS, **{package: t for package, t in FLOORS_WITHIN.items() if t}}
+ON_A_FLOOR = [
+    (name, within)
+    for within in TABLES
+    for name in FILES
+    if name.startswith(f"{within}.")  # so without the front door, which shows what all floors offer
+]
+
+
+@pytest.mark.parametrize(("name", "within"), ON_A_FLOOR)
+def test_module_imports_only_from_floors_below(name: str, within: str) -> None:
+    floors = TABLES[within]
+    module = name.removeprefix(f"{within}.").partition(".")[0]
+    assert module in floors, (
+        f"{module} is on no floor of {within} yet: add it to its table in {Path(__file__).name}"
     )
-    assert not faults(module, file.read_text(encoding="utf-8"), package_of(file))
+    source = FILES[name].read_text(encoding="utf-8")
+    assert not faults(module, source, package_of(name), within, floors)
 
 
-@pytest.mark.parametrize("file", LIGHT_FILES, ids=lambda file: str(file.relative_to(LIBRARY)))
-def test_low_floors_do_not_name_torch(file: Path) -> None:
-    source = file.read_text(encoding="utf-8")
-    named = {name.partition(".")[0] for name in imports(source, package_of(file))}
-    assert not named & HEAVY
+@pytest.mark.parametrize("within", TABLES)
+def test_every_floor_has_its_module(within: str) -> None:
+    assert {f"{within}.{module}" for module in TABLES[within]} <= FILES.keys()
 
 
 @pytest.mark.parametrize(
@@ -125,19 +178,23 @@ def test_low_floors_do_not_name_torch(file: Path) -> None:
         (
             "lowering",
             "from pipeschool.checking import check",
-            "lowering (floor 1) imports checking (floor 2)",
+            "lowering (floor 3) imports checking (floor 4)",
         ),
-        ("lowering", "import pipeschool.cost", "lowering (floor 1) imports cost (floor 1)"),
+        (
+            "lowering",
+            "import pipeschool.schedules",
+            "lowering (floor 3) imports schedules (floor 3)",
+        ),
         (
             "lowering",
             "def f():\n    from pipeschool import checking",
-            "lowering (floor 1) imports checking",
+            "lowering (floor 3) imports checking",
         ),
-        ("lowering", "from . import checking", "lowering (floor 1) imports checking (floor 2)"),
+        ("lowering", "from . import checking", "lowering (floor 3) imports checking (floor 4)"),
         (
             "lowering",
             "from .checking import check",
-            "lowering (floor 1) imports checking (floor 2)",
+            "lowering (floor 3) imports checking (floor 4)",
         ),
         ("grade", "import pipeschool as ps", "grade imports pipeschool, and so all floors"),
         (
@@ -160,6 +217,106 @@ def test_imports_of_floors_below_and_of_siblings_pass() -> None:
         "from pipeschool.runtime.pool import Pool\nfrom .pool import Pool",
         "pipeschool.runtime",
     )
+
+
+SHOP_FLOORS = {"shelf": 0, "till": 1}  # a package that there is not, to try the mechanism with
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("from pipeschool.shop.till import pay", "shelf (floor 0) imports till (floor 1)"),
+        ("from pipeschool.shop import till", "shelf (floor 0) imports till (floor 1)"),
+        ("def f():\n    from .till import pay", "shelf (floor 0) imports till (floor 1)"),
+        ("from . import Shop", "shelf imports pipeschool.shop.Shop, and so all floors"),
+        ("import pipeschool.shop", "shelf imports pipeschool.shop, and so all floors"),
+    ],
+)
+def test_a_wrong_import_inside_a_package_is_seen(source: str, says: str) -> None:
+    (fault,) = faults("shelf", source, "pipeschool.shop", "pipeschool.shop", SHOP_FLOORS)
+    assert fault.startswith(says)
+
+
+def test_a_right_import_inside_a_package_passes() -> None:
+    source = "from pipeschool.shop.shelf import take\nfrom pipeschool.shop.till.coins import change"
+    inside = "pipeschool.shop.till"
+    assert not faults("till", source, inside, "pipeschool.shop", SHOP_FLOORS)
+
+
+# --- circles -------------------------------------------------------------------------------------
+
+
+def library_graph() -> dict[str, set[str]]:
+    """For each file of the library, by its name, those that it imports, also inside functions."""
+    graph = {}
+    for name, file in FILES.items():
+        source = file.read_text(encoding="utf-8")
+        found = {file_of(i) for i in imports(source, package_of(name), typing_too=False)}
+        graph[name] = found - {"", name}
+    return graph
+
+
+def file_of(name: str) -> str:
+    """The file that an import of `name` reads: its own, or the one that `name` is taken from; empty
+    where it is none of the library's."""
+    return name if name in FILES or not name else file_of(name.rpartition(".")[0])
+
+
+def circle(graph: Mapping[str, set[str]]) -> str:
+    """A circle of imports in `graph`, written out; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        imported_by = error.args[1]
+        return " imports ".join(reversed(imported_by))
+    return ""
+
+
+def part_of(graph: Mapping[str, set[str]], package: str) -> dict[str, set[str]]:
+    """What `graph` says of the files of `package` among themselves."""
+    inside = {n for n in graph if n == package or n.startswith(f"{package}.")}
+    return {name: graph[name] & inside for name in inside}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = library_graph()
+    for package in CIRCLES_TO_MEND:
+        for name, inside in part_of(graph, package).items():
+            graph[name] -= inside
+    assert not circle(graph), f"imports go in a circle: {circle(graph)}"
+
+
+@pytest.mark.parametrize("package", sorted(CIRCLES_TO_MEND))
+def test_a_circle_that_is_mended_is_taken_off_the_list(package: str) -> None:
+    assert circle(part_of(library_graph(), package)), f"take {package} off CIRCLES_TO_MEND"
+
+
+def test_a_circle_is_written_out() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == ""
+    found = circle({"a": {"b"}, "b": {"c"}, "c": {"d", "e"}, "d": {"b"}, "e": set()})
+    assert found in " imports ".join(["b", "c", "d"] * 2)
+    assert found.count("imports") == 3
+
+
+def test_imports_inside_functions_count_and_those_for_type_checkers_do_not() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from pipeschool.draw import Chart\n"
+        "def f():\n    from .style import BOX\n"
+    )
+    found = {file_of(name) for name in imports(source, "pipeschool.draw", typing_too=False)}
+    assert found == {"", "pipeschool.draw.style"}
+    assert "pipeschool.draw.Chart" in imports(source, "pipeschool.draw")
+
+
+# --- what is loaded ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LIGHT_FILES)
+def test_low_floors_do_not_name_torch(name: str) -> None:
+    source = FILES[name].read_text(encoding="utf-8")
+    named = {imported.partition(".")[0] for imported in imports(source, package_of(name))}
+    assert not named & HEAVY
 
 
 def test_simulating_loads_neither_torch_nor_numpy_nor_matplotlib() -> None:

@@ -10,8 +10,8 @@ import pipeschool as ps
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pipeschool.dependencies import peer_of
 from pipeschool.formats import SHARDING, from_csv, to_csv
-from pipeschool.lowering import peer_of
 from pipeschool.runtime.torch_engine.shipped import SHIPPED as SHIPPED_NAMES
 from pipeschool.runtime.torch_engine.shipped import shipped
 

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Machine, owner_of, random_schedule, weights_in_one_process
 from pipeschool import Action, B, F, I, Schedule, W
-from pipeschool.lowering import (
-    compute_only,
-    handover,
-    handovers,
-    lower,
-    message_of,
-    peer_of,
-    sender_of,
-)
+from pipeschool.lowering import compute_only, lower
 
 schedules = st.integers(min_value=0, max_value=10**9).map(random_schedule)
 many_schedules = settings(max_examples=150, deadline=None)
@@ -106,7 +98,6 @@ def test_lowering_twice_changes_nothing() -> None:
 def test_one_worker_needs_no_message() -> None:
     schedule = ps.gpipe(1, 4)
     assert lower(schedule) == schedule
-    assert handovers(schedule) == {}
 
 
 def test_a_message_is_taken_early_where_its_link_has_it_before_the_one_that_is_needed() -> None:
@@ -154,30 +145,6 @@ def test_what_is_illegal_stays_for_the_check_to_name(row: list[Action]) -> None:
     with pytest.raises(ps.IllegalSchedule) as lowered:
         ps.check(lower(schedule))
     assert (lowered.value.worker, lowered.value.action) == (bare.value.worker, bare.value.action)
-
-
-@many_schedules
-@given(schedule=schedules)
-def test_helpers_agree_with_the_lowered_rows(schedule: Schedule) -> None:
-    lowered = lower(schedule)
-    where = {a: worker for worker, row in enumerate(lowered.workers) for a in row}
-    for worker, row in enumerate(schedule.workers):
-        for action in row:
-            found = handover(*action, schedule)
-            (handed,) = handovers(schedule).get((action.kind, action.stage), [None])
-            assert handed == found
-            if found is None:
-                assert Action(f"SEND_{action.kind[-1]}", *action[1:]) not in where
-                continue
-            letter, stage, link = found
-            send = Action(f"SEND_{letter}", action.stage, action.microbatch)
-            receive = Action(f"RECV_{letter}", stage, action.microbatch)
-            assert where[send] == link.source == worker
-            assert where[receive] == link.target
-            assert message_of(send) == message_of(receive) == receive
-            assert sender_of(receive) == send
-            assert peer_of(send, schedule) == link.target
-            assert peer_of(receive, schedule) == link.source
 
 
 def test_compute_only_undoes_a_schedule_that_came_lowered() -> None:

@@ -9,15 +9,15 @@ from itertools import product
 
 import pipeschool as ps
 import pytest
-from pipeschool.mix import GB, GIB, MIB, Machine, Mix, Model
+from pipeschool.mix import GB, GIB, MIB, Machine, Mix, Transformer
 
 # A layer has 12 * 10^2 = 1200 weights, a boundary 5 * 10 * 2 = 100 bytes. At 12000 operations per
 # second a layer's forward of one sequence takes 2 * 1200 * 5 / 12000 = 1 second.
-TINY = Model(layers=4, hidden=10, sequence=5)
+TINY = Transformer(layers=4, hidden=10, sequence=5)
 LINKS = Machine(devices_per_node=2, nodes=4, memory=1e9, flops=12000, inside=100, between=10)
 FREE = replace(LINKS, inside=1e30, between=1e30)
 
-GPT3 = Model(layers=96, hidden=12288, sequence=2048)
+GPT3 = Transformer(layers=96, hidden=12288, sequence=2048)
 WITH_WORDS = replace(GPT3, vocabulary=51200)
 CLUSTER = Machine(8, 16, 80 * GB, 150e12, inside=200 * GB, between=20 * GB, latency=1e-5)
 
@@ -166,7 +166,7 @@ def test_the_four_shares_make_up_the_step():
         (lambda: ps.mix.estimate(TINY, LINKS, Mix(data=9)), "needs 9 devices, and there are 8"),
         (lambda: ps.mix.estimate(TINY, LINKS, Mix(pipeline=5)), "4 layers cannot be cut into 5"),
         (lambda: Mix(tensor=0), "tensor must be at least 1, not 0"),
-        (lambda: Model(4, 0, 5), "hidden must be at least 1, not 0"),
+        (lambda: Transformer(4, 0, 5), "hidden must be at least 1, not 0"),
         (lambda: replace(LINKS, between=0), "between must be a number, above 0, not 0"),
         (lambda: ps.mix.recommend(TINY, LINKS, 8, devices=9), "there are 8 devices, not 9"),
         (lambda: ps.mix.recommend(TINY, LINKS, 8, schedules=["1f2b"]), "no schedule '1f2b'"),
@@ -230,7 +230,7 @@ def test_tensor_inside_the_node_and_pipeline_across_nodes():
 
 def test_slow_network_prefers_a_pipeline_to_copies():
     office = Machine(1, 4, 24 * GB, 50e12, inside=20 * GB, between=GB / 8, latency=5e-5)
-    model = Model(32, 1600, 1024, 50000)
+    model = Transformer(32, 1600, 1024, 50000)
     found = ps.mix.recommend(model, office, batch=64)
     assert found.best.mix == Mix(pipeline=4, m=64)
     copies = ps.mix.estimate(model, office, Mix(data=4, m=16))
@@ -272,7 +272,8 @@ def test_the_table_says_what_does_not_fit():
 def test_the_cost_model_needs_no_torch():
     code = (
         "import sys, pipeschool as ps\n"
-        "ps.mix.recommend(ps.mix.Model(4, 8, 8), ps.mix.Machine(2, 2, 1e9, 1e9, 1e9, 1e8), 8)\n"
+        "model = ps.mix.Transformer(4, 8, 8)\n"
+        "ps.mix.recommend(model, ps.mix.Machine(2, 2, 1e9, 1e9, 1e9, 1e8), 8)\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -21,7 +21,7 @@ from pipeschool.partition import (
     balanced,
     cut_at,
     equal,
-    pipedream,
+    pipedream_plan,
 )
 from pipeschool.partition.planners import peak_bytes
 
@@ -216,7 +216,7 @@ def test_pipedream_equals_brute_force(n, workers):
         rng = random.Random(f"{n} {workers} {seed}")
         layers = random_layers(rng, n)
         bandwidth, m = rng.choice([1, 2, 8, 64]), rng.choice([1, 1, 4])
-        plan = pipedream(profile_of(layers), workers, bandwidth=bandwidth, m=m)
+        plan = pipedream_plan(profile_of(layers), workers, bandwidth=bandwidth, m=m)
         agrees(plan, replicated(layers, workers, bandwidth, m))
         assert plan.workers == workers
 
@@ -232,7 +232,7 @@ def test_both_equal_brute_force_on_every_profile_of_few_numbers(n):
         ]
         profile = profile_of(layers)
         for workers in range(1, 5):
-            agrees(pipedream(profile, workers, bandwidth=2), replicated(layers, workers, 2, 1))
+            agrees(pipedream_plan(profile, workers, bandwidth=2), replicated(layers, workers, 2, 1))
             if workers <= n:
                 agrees(balanced(profile, workers), straight(layers, workers, [1] * workers))
 
@@ -247,7 +247,7 @@ def test_layers_that_belong_together_stay_together(data, n, p):
         st.lists(st.lists(st.integers(0, n - 1), min_size=1, max_size=3), max_size=2)
     )
     tied = profile_of(layers, tied=groups)
-    agrees(pipedream(tied, p, bandwidth=4), replicated(layers, p, 4, 1, groups))
+    agrees(pipedream_plan(tied, p, bandwidth=4), replicated(layers, p, 4, 1, groups))
     way = straight(layers, p, [1] * p, 4, groups=groups)
     if way is None:
         with pytest.raises(ValueError, match=f"cannot be cut into {p} stages"):
@@ -323,18 +323,18 @@ UNEVEN = Profile(
 
 def test_pipedream_by_hand():
     """Three layers of 6, 6 and 12 s on four workers, weights of 8 bytes in all but the first."""
-    free = pipedream(UNEVEN, 4)  # where an all-reduce costs nothing, data parallel is as good
+    free = pipedream_plan(UNEVEN, 4)  # where an all-reduce costs nothing, data parallel is as good
     assert (free.replicas, free.stage_seconds) == ((4,), (6,))
     # At 1 byte/s that takes 2 (4 - 1) 16 / 4 = 24 s for its weights; two workers on the last layer
     # take 2 (2 - 1) 8 / 2 = 8 s. A message takes 1 s each way.
-    slow = pipedream(UNEVEN, 4, bandwidth=1)
+    slow = pipedream_plan(UNEVEN, 4, bandwidth=1)
     assert (slow.cuts, slow.replicas, slow.stage_seconds) == ((1, 2), (1, 1, 2), (6, 6, 8))
     assert slow.boundary_seconds == (2, 2)
     # At 1/2 byte/s they take 16 s, and one alone 12 s. The first layer has no weights: two on it.
-    slower = pipedream(UNEVEN, 4, bandwidth=0.5)
+    slower = pipedream_plan(UNEVEN, 4, bandwidth=0.5)
     assert (slower.replicas, slower.stage_seconds) == ((2, 1, 1), (3, 6, 12))
     # With one all-reduce for eight microbatches, 6 s for all weights on four, it pays again.
-    eighth = pipedream(UNEVEN, 4, bandwidth=0.5, m=8)
+    eighth = pipedream_plan(UNEVEN, 4, bandwidth=0.5, m=8)
     assert (eighth.replicas, eighth.stage_seconds) == ((4,), (6,))
 
 
@@ -367,7 +367,7 @@ def test_in_steady_state_the_simulator_takes_the_bottleneck_for_each_microbatch(
 )
 @settings(max_examples=40, deadline=None)
 def test_replicated_stages_in_the_simulator_take_the_bottleneck_too(seconds, workers, weights):
-    plan = pipedream(Profile([Layer(t, 2 * t) for t in seconds]), workers)
+    plan = pipedream_plan(Profile([Layer(t, 2 * t) for t in seconds]), workers)
     turns = math.lcm(*plan.replicas)
 
     def makespan(m):
@@ -439,7 +439,7 @@ def test_the_schedules_of_a_plan():
     plan = cut_at(times(1, 1, 1), [1, 2])
     assert plan.schedule(4, batches=2) == ps.one_f_one_b(3, 4, batches=2)
     assert plan.schedule(4, weights="stash") == ps.pipedream(3, 4)
-    several = pipedream(UNEVEN, 4, bandwidth=1)
+    several = pipedream_plan(UNEVEN, 4, bandwidth=1)
     assert several.schedule(4) == ps.round_robin((1, 1, 2), 4, weights="flush")
     with pytest.raises(ValueError, match="weights must be 'flush' or 'stash', not 'latest'"):
         plan.schedule(4, weights="latest")
@@ -489,7 +489,7 @@ TIED = Profile([Layer() for _ in range(4)], tied=[(0, 3)])
             "equal stages would part layers 1 and 2, which belong together: plan with balanced",
         ),
         (lambda: balanced(times(1), 1, keep_together=[0]), "keep_together takes groups of layer"),
-        (lambda: pipedream(times(1), 0), "workers must be at least 1, not 0"),
+        (lambda: pipedream_plan(times(1), 0), "workers must be at least 1, not 0"),
         (lambda: cut_at(times(1, 1, 1), [2, 1]), "cuts must rise from 1 to 2 at most"),
         (lambda: cut_at(times(1, 1, 1), [3]), "cuts must rise from 1 to 2 at most"),
     ],
@@ -504,7 +504,7 @@ def test_planning_does_without_torch():
     code = (
         "import sys, pipeschool as ps\n"
         "profile = ps.partition.Profile([ps.partition.Layer() for _ in range(6)])\n"
-        "plan = ps.partition.pipedream(profile, 4, bandwidth=1e9)\n"
+        "plan = ps.partition.pipedream_plan(profile, 4, bandwidth=1e9)\n"
         "ps.simulate(plan.schedule(4), plan.cost())\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

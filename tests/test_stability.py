@@ -110,8 +110,8 @@ def test_known_stable_rates() -> None:
 @pytest.mark.parametrize("curvature", [1.0, 5.0])
 def test_descent_converges_below_the_bound_and_not_above(delay: int, curvature: float) -> None:
     bound = stability.stable_rate(delay, curvature)
-    assert stability.delayed_descent(0.95 * bound, delay, 5000, curvature) < 1e-6
-    assert stability.delayed_descent(1.05 * bound, delay, 5000, curvature) > 1e6
+    assert stability.final_distance(0.95 * bound, delay, 5000, curvature) < 1e-6
+    assert stability.final_distance(1.05 * bound, delay, 5000, curvature) > 1e6
 
 
 def test_the_table_of_delays() -> None:
@@ -125,9 +125,9 @@ def test_the_table_of_delays() -> None:
 
 def test_one_step_by_hand() -> None:
     """Delay 1, rate 0.5, from 1, 1: 0.5, then 0.5 - 0.5 * 1 = 0."""
-    assert stability.delayed_descent(0.5, 1, steps=1) == 1
-    assert stability.delayed_descent(0.5, 1, steps=2) == 0.5
-    assert stability.delayed_descent(0.5, 1, steps=3) == 0.25  # 0 and 0 - 0.5 * 0.5
+    assert stability.final_distance(0.5, 1, steps=1) == 1
+    assert stability.final_distance(0.5, 1, steps=2) == 0.5
+    assert stability.final_distance(0.5, 1, steps=3) == 0.25  # 0 and 0 - 0.5 * 0.5
 
 
 def test_the_rate_for_a_delay_rises_from_its_share_to_all() -> None:

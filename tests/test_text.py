@@ -5,7 +5,7 @@ from __future__ import annotations
 import pipeschool as ps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeschool.text import summary, text_gantt, time_unit, title
+from pipeschool.text import columns, summary, text_gantt, time_unit, title
 
 GPIPE_2_2 = """\
 gpipe, p=2, m=2 (predicted), time in units of cost
@@ -100,3 +100,13 @@ def test_names_of_workers_are_padded_to_the_longest() -> None:
     chart = rows(text_gantt(ps.simulate(ps.gpipe(p=11, m=1))))
     assert chart[0].startswith("worker 0  F0")
     assert chart[10].startswith("worker 10 ....................F0B0==")
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [["", "one", "and more"], ["a name", "1", ""], ["b", "22222", "x"]]
+    assert columns(rows, "<>>").split("\n") == [
+        "          one  and more",
+        "a name      1",
+        "b       22222         x",
+    ]
+    assert columns([["a", "b"], ["cc", "d"]]) == "a   b\ncc  d"

@@ -25,7 +25,7 @@ from pipeschool.versions import (
 def replay(policy: Policy, text: str) -> list[tuple[int, int]]:
     """(version used or made, versions held) of each action in `text`."""
     ledger = Ledger(policy)
-    return [ledger.note(Action.parse(word)) for word in text.split()]
+    return [ledger.record(Action.parse(word)) for word in text.split()]
 
 
 def test_a_flush_keeps_one_version() -> None:

@@ -7,7 +7,7 @@ Importing pipeschool does not import torch: that waits until something runs.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.checking import check
@@ -39,6 +39,16 @@ from pipeschool.schedules import (
 from pipeschool.simulator import simulate
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Policy
+
+if TYPE_CHECKING:  # the modules of _LATER, for editors and type checkers
+    from pipeschool import draw as draw
+    from pipeschool import formats as formats
+    from pipeschool import grade as grade
+    from pipeschool import mix as mix
+    from pipeschool import partition as partition
+    from pipeschool import stability as stability
+    from pipeschool import tune as tune
+    from pipeschool import widgets as widgets
 
 __version__ = "0.1.0"
 
@@ -85,7 +95,7 @@ __all__ = [
     "zb_v",
 ]
 
-_LATER = {  # modules that load when first used
+_LATER = {  # modules that load when first used: they need torch, numpy or matplotlib, or are rare
     "draw", "formats", "grade", "mix", "partition", "stability", "tune", "widgets",
 }  # fmt: skip
 
@@ -94,3 +104,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"pipeschool.{name}")
     raise AttributeError(f"module 'pipeschool' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LATER)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pipeschool import draw
-from pipeschool.actions import whole_number
+from pipeschool.arguments import whole_number
 from pipeschool.runtime.clock import sleep_until
 from pipeschool.runtime.host.launch import launch
 from pipeschool.runtime.host.result import Result

@@ -23,7 +23,7 @@ from pipeschool.lowering import lower
 from pipeschool.runtime import RunError
 from pipeschool.runtime.host.fork_server import start_early
 from pipeschool.schedules import ALIASES
-from pipeschool.text import text_gantt, title
+from pipeschool.text import columns, text_gantt, title
 from pipeschool.versions import with_weights
 
 MOST = 1_000_000  # microbatches on all stages together: seconds of work
@@ -245,15 +245,10 @@ def _as_json(trace: ps.Trace) -> dict[str, object]:
 
 def _print_table(traces: Sequence[ps.Trace]) -> None:
     """One line per metric, one column per trace."""
-    cells = [[_cell(trace.metrics()[key]) for trace in traces] for key, _, _ in METRICS]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if len(traces) > 1:
-        heads = [trace.label for trace in traces]
-        widths = [max(w, len(h)) for w, h in zip(widths, heads, strict=True)]
-        print(" " * 18 + "  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)))
-    for (_, name, unit), row in zip(METRICS, cells, strict=True):
-        columns = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-        print(f"{name:18}{columns}  {unit}".rstrip())
+    rows = [["", *(trace.label for trace in traces), ""]] if len(traces) > 1 else []
+    for key, name, unit in METRICS:
+        rows.append([name, *(_cell(trace.metrics()[key]) for trace in traces), unit])
+    print(columns(rows))
 
 
 def _cell(value: object) -> str:

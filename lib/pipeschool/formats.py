@@ -14,7 +14,8 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 
-from pipeschool.actions import Action, Schedule, whole_number, with_updates
+from pipeschool.actions import Action, Schedule, with_updates
+from pipeschool.arguments import whole_number
 
 # Cells that PyTorch adds where parameters are sharded over data-parallel ranks.
 SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")

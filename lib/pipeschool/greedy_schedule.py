@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pipeschool.actions import Action, F, Schedule
 from pipeschool.cost import Cost
-from pipeschool.lowering import Link
+from pipeschool.dependencies import Channel
 from pipeschool.problem import Problem, problem
 
 
@@ -77,15 +77,15 @@ def by_kind(order: str) -> Rule:
 
 def _play(sizes: Problem, rule: Rule) -> list[list[Action]]:
     """Each worker's row, found by going from event to event."""
-    plan, memory = sizes.plan, _Memory(sizes)
-    rows: list[list[Action]] = [[] for _ in range(plan.p)]
-    ready: list[list[Action]] = [[] for _ in range(plan.p)]
-    idle = set(range(plan.p))
-    link_free: defaultdict[Link, Fraction] = defaultdict(Fraction)
+    work, memory = sizes.unordered, _Memory(sizes)
+    rows: list[list[Action]] = [[] for _ in range(work.p)]
+    ready: list[list[Action]] = [[] for _ in range(work.p)]
+    idle = set(range(work.p))
+    channel_free: defaultdict[Channel, Fraction] = defaultdict(Fraction)
     # An action that arrives can be started, one that ends frees its worker. What happens at the
     # same time is taken together, before anybody chooses.
     ticket = count()
-    arrivals = [(Fraction(0), next(ticket), "arrives", F(0, k)) for k in range(plan.m)]
+    arrivals = [(Fraction(0), next(ticket), "arrives", F(0, k)) for k in range(work.m)]
     events: list[tuple[Fraction, int, str, Action]] = arrivals
     while events:
         now = events[0][0]
@@ -100,13 +100,13 @@ def _play(sizes: Problem, rule: Rule) -> list[list[Action]]:
             for following in sizes.followers(action):
                 arrival = now
                 if message := sizes.message(action, following):
-                    left = max(now, link_free[message.link]) + message.transfer
-                    link_free[message.link] = left
+                    left = max(now, channel_free[message.channel]) + message.transfer
+                    channel_free[message.channel] = left
                     arrival = left + message.latency
                 heapq.heappush(events, (arrival, next(ticket), "arrives", following))
         for worker in sorted(idle):
             moment = Moment(
-                worker, float(now), memory.held[worker] / plan.v, plan.p, plan.m, plan.v
+                worker, float(now), memory.held[worker] / work.v, work.p, work.m, work.v
             )
             ranked = sorted((rule(action, moment), action) for action in ready[worker])
             for _, action in ranked:
@@ -132,8 +132,8 @@ class _Memory:
 
     def __init__(self, sizes: Problem) -> None:
         self.sizes = sizes
-        self.workers = range(sizes.plan.p)
-        self.held = [0] * sizes.plan.p  # chunks
+        self.workers = range(sizes.unordered.p)
+        self.held = [0] * sizes.unordered.p  # chunks
         self.holds: dict[int, list[int]] = {}  # microbatch -> chunks on each worker
         self.needs: dict[int, list[int]] = {}  # microbatch -> forwards to come on each worker
 
@@ -163,8 +163,8 @@ class _Memory:
 
     def _take(self, action: Action, sign: int) -> None:
         worker, microbatch = self.sizes.worker(action), action.microbatch
-        holds = self.holds.setdefault(microbatch, [0] * self.sizes.plan.p)
-        needs = self.needs.setdefault(microbatch, [self.sizes.plan.v] * self.sizes.plan.p)
+        holds = self.holds.setdefault(microbatch, [0] * self.sizes.unordered.p)
+        needs = self.needs.setdefault(microbatch, [self.sizes.unordered.v] * self.sizes.unordered.p)
         self.held[worker] += sign
         holds[worker] += sign
         needs[worker] -= sign

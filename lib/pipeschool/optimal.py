@@ -14,9 +14,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeschool.actions import Action, F, Schedule
-from pipeschool.cost import Cost, number
+from pipeschool.arguments import number
+from pipeschool.cost import Cost
+from pipeschool.dependencies import Channel
 from pipeschool.greedy_schedule import greedy
-from pipeschool.lowering import Link
 from pipeschool.problem import Problem, problem
 from pipeschool.simulator import simulate
 from pipeschool.trace import Trace
@@ -73,7 +74,7 @@ def par(
     least = lower_bound(sizes)
     bound = float(least)
     if not math.isclose(trace.makespan, bound):
-        rows, proved = _Model(sizes, ticks, trace, least).solve(seconds)
+        rows, proved = _SolverModel(sizes, ticks, trace, least).solve(seconds)
         bound = max(bound, proved)
         if rows:
             best = Schedule.from_workers(lambda worker, p, m: rows[worker], p, m, name=name)
@@ -101,10 +102,10 @@ def lower_bound(sizes: Problem) -> Fraction:
         return sizes.duration(action) + after[action]
 
     walk(F(0, 0), Fraction(0))  # one microbatch is like another
-    rows = [[a for a in before if sizes.worker(a) == w] for w in range(sizes.plan.p)]
+    rows = [[a for a in before if sizes.worker(a) == w] for w in range(sizes.unordered.p)]
     return max(
         min(before[a] for a in row)
-        + sizes.plan.m * sum(sizes.duration(a) for a in row)
+        + sizes.unordered.m * sum(sizes.duration(a) for a in row)
         + min(after[a] for a in row)
         for row in rows
     )
@@ -128,7 +129,7 @@ def _ticks_per_second(sizes: Problem) -> int:
     return ticks
 
 
-class _Model:
+class _SolverModel:
     """The problem as the solver sees it, in ticks. `known` is a schedule to start from."""
 
     def __init__(self, sizes: Problem, ticks: int, known: Trace, least: Fraction) -> None:
@@ -137,7 +138,7 @@ class _Model:
         self.solver, self.model = cp_model.CpSolver(), cp_model.CpModel()
         self.sizes, self.ticks = sizes, ticks
         self.horizon = round(known.makespan * ticks)
-        self.rows = [[a for a in row if a.kind != "U"] for row in sizes.plan.workers]
+        self.rows = [[a for a in row if a.kind != "U"] for row in sizes.unordered.workers]
         self.length = {a: int(sizes.duration(a) * ticks) for row in self.rows for a in row}
         self.start = {a: self._time(str(a)) for a in self.length}
         self.end: dict[Action, LinearExprT] = {
@@ -180,8 +181,8 @@ class _Model:
                 self.model.add(start >= self.end[action._replace(microbatch=action.microbatch - 1)])
 
     def _dependencies(self) -> None:
-        """What an action needs has arrived; messages leave a link as they entered it."""
-        on_link: defaultdict[Link, list[tuple[Action, LinearExprT, int]]] = defaultdict(list)
+        """What an action needs has arrived; messages leave a channel as they entered it."""
+        on_channel: defaultdict[Channel, list[tuple[Action, LinearExprT, int]]] = defaultdict(list)
         for action in self.start:
             for following in self.sizes.followers(action):
                 arrival = self.end[action]
@@ -189,11 +190,11 @@ class _Model:
                     if transfer := int(message.transfer * self.ticks):
                         left = self._time()
                         self.model.add(left >= arrival + transfer)
-                        on_link[message.link].append((action, left, transfer))
+                        on_channel[message.channel].append((action, left, transfer))
                         arrival = left
                     arrival += int(message.latency * self.ticks)
                 self.model.add(self.start[following] >= arrival)
-        for messages in on_link.values():
+        for messages in on_channel.values():
             for (one, one_left, one_takes), (two, two_left, two_takes) in combinations(messages, 2):
                 first = self.model.new_bool_var("")
                 for order, a, b in ((first, one, two), (~first, two, one)):

@@ -11,33 +11,35 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from pipeschool.actions import Action, B, F, I, Schedule, W, whole_number
-from pipeschool.cost import Cost, numbers, per_item
-from pipeschool.lowering import Handover, Link, handovers
+from pipeschool.actions import Action, B, F, I, Schedule, W
+from pipeschool.arguments import numbers, per_item, whole_number
+from pipeschool.cost import Cost
+from pipeschool.dependencies import Channel, Handover, handovers, hands_on, needs
 from pipeschool.schedules.pieces import looped_stages, v_stages
 
 PLACEMENTS = ("loop", "V")
 
 
 class Message(NamedTuple):
-    """A message occupies its link for `transfer` seconds, and takes `latency` seconds more."""
+    """A message occupies its channel for `transfer` seconds, and takes `latency` seconds more."""
 
-    link: Link
+    channel: Channel
     transfer: Fraction
     latency: Fraction
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One batch of `plan.m` microbatches; `plan` lists all actions in an order that means nothing.
+    """One batch of `unordered.m` microbatches; `unordered` lists all
+    actions in an order that means nothing.
 
     seconds: of each kind of action on every stage. transfer: of a message at the boundary behind
-    each stage, while it occupies its link. latency: of each message in addition. All exact: sums
+    each stage, while it occupies its channel. latency: of each message in addition. All exact: sums
     of decimal times such as 0.1 are equal where they should be.
     caps: the most forwards of one chunk each that a worker may hold, or None.
     """
 
-    plan: Schedule
+    unordered: Schedule
     split: bool
     seconds: dict[str, list[Fraction]]
     transfer: list[Fraction]
@@ -47,25 +49,17 @@ class Problem:
 
     def worker(self, action: Action) -> int:
         """The worker that does `action`."""
-        return self.plan.placement[action.stage]
+        return self.unordered.placement[action.stage]
 
     def duration(self, action: Action) -> Fraction:
         """Seconds that `action` takes."""
         return self.seconds[action.kind][action.stage]
 
     def followers(self, action: Action) -> list[Action]:
-        """What can be done once the results of `action` have arrived, given its own stage's past.
-
-        A microbatch goes forward through all stages and back; a weight half hangs on its I.
-        """
-        kind, stage, microbatch = action
-        backward = I if self.split else B
-        if kind == "F" and stage < self.plan.stages - 1:
-            return [F(stage + 1, microbatch)]
-        if kind == "F":
-            return [backward(stage, microbatch)]
-        before = [backward(stage - 1, microbatch)] if kind in ("B", "I") and stage else []
-        return before + ([W(stage, microbatch)] if kind == "I" else [])
+        """What can be done once the results of `action` have arrived: it is the last that they
+        need, as their own stage's past is over by then."""
+        users = hands_on(action, self.unordered)
+        return [user for user in users if needs(user, self.unordered)[-1] == action]
 
     def message(self, action: Action, following: Action) -> Message | None:
         """What travels from `action` to `following`; None where they are on one worker."""
@@ -73,7 +67,7 @@ class Problem:
         if handed is None or action.stage == following.stage:  # a weight half uses what is there
             return None
         boundary = min(action.stage, following.stage)
-        return Message(handed.link, self.transfer[boundary], self.latency)
+        return Message(handed.channel, self.transfer[boundary], self.latency)
 
 
 def problem(
@@ -106,16 +100,16 @@ def problem(
         stages = looped_stages(worker, p, chunks) if looped else v_stages(worker, p)
         return [kind(stage, k) for kind in kinds for stage in stages for k in range(m)]
 
-    plan = Schedule.from_workers(everything, p, m, name="plan")
+    unordered = Schedule.from_workers(everything, p, m, name="unordered")
     cost = cost or Cost()
     return Problem(
-        plan=plan,
+        unordered=unordered,
         split=split,
-        seconds={kind: list(map(_exact, row)) for kind, row in cost.seconds(plan).items()},
-        transfer=list(map(_exact, cost.transfer(plan))),
+        seconds={kind: list(map(_exact, row)) for kind, row in cost.seconds(unordered).items()},
+        transfer=list(map(_exact, cost.transfer(unordered))),
         latency=_exact(cost.latency),
-        caps=None if memory_cap is None else _caps(memory_cap, plan),
-        handed={key: found[0] for key, found in handovers(plan).items() if found[0]},
+        caps=None if memory_cap is None else _caps(memory_cap, unordered),
+        handed={key: found[0] for key, found in handovers(unordered).items() if found[0]},
     )
 
 
@@ -124,13 +118,13 @@ def _exact(seconds: float) -> Fraction:
     return Fraction(str(seconds))
 
 
-def _caps(memory_cap: float | Sequence[float], plan: Schedule) -> list[int]:
+def _caps(memory_cap: float | Sequence[float], schedule: Schedule) -> list[int]:
     """`memory_cap` per worker, in whole chunks; no worker can hold more than the batch has."""
     given = numbers("memory_cap", memory_cap, infinite=True)
-    per_worker = per_item("memory_cap", given, plan.p, "worker")
+    per_worker = per_item("memory_cap", given, schedule.p, "worker")
     if min(per_worker) < 1:
         raise ValueError(
             f"memory_cap must be at least 1, not {min(per_worker):g}: a microbatch has to fit"
         )
     # A cap such as 7/3 stands for 7 chunks of 3, although its float may be a little less.
-    return [math.floor(min(cap, plan.m) * plan.v + 1e-9) for cap in per_worker]
+    return [math.floor(min(cap, schedule.m) * schedule.v + 1e-9) for cap in per_worker]

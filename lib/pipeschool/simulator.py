@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeschool.actions import Action, Schedule
+from pipeschool.arguments import number
 from pipeschool.checking import checked_order
-from pipeschool.cost import Cost, number
-from pipeschool.lowering import Link, handovers
+from pipeschool.cost import Cost
+from pipeschool.dependencies import LETTERS, Channel, handovers
 from pipeschool.trace import Span, Trace
 from pipeschool.versions import Ledger, Policy, ledgers, with_weights
 
@@ -46,7 +47,7 @@ def simulate(
         step = steps[worker].get((kind, stage))
         if step is None:
             continue  # a message of a lowered schedule
-        seconds, needs, handed, transfer, size, note = step
+        seconds, needs, handed, transfer, size, record = step
         start = free[worker]
         key = (needs, stage, microbatch)
         if period > 1 and kind == "U":
@@ -58,10 +59,10 @@ def simulate(
         end = free[worker] = start + seconds
         handover = handed[microbatch % period]
         if handover:
-            letter, neighbour, link = handover
-            left = link.free = (link.free if link.free > end else end) + transfer
+            letter, neighbour, wire = handover
+            left = wire.free = (wire.free if wire.free > end else end) + transfer
             arrival[letter, neighbour, microbatch] = left + latency
-        version, alive = note(action)
+        version, alive = record(action)
         spans.append((worker, action, start, end, version, alive, size))
     return Trace(
         schedule.name,
@@ -75,7 +76,7 @@ def simulate(
 
 @dataclass(slots=True)
 class Wire:
-    """A link as it is used."""
+    """A channel as it is used."""
 
     free: float = 0.0  # when what has been handed to it will have gone
 
@@ -86,18 +87,18 @@ class Step(NamedTuple):
     seconds: float
     needs: str  # letter of what it waits for
     handovers: list[tuple[str, int, Wire] | None]  # by microbatch modulo the schedule's period
-    transfer: float  # seconds for which its message occupies the link
+    transfer: float  # seconds for which its message occupies the wire
     size: float  # bytes of that message
-    note: Callable[[Action], tuple[int, int]]  # of the stage's ledger of weight versions
+    record: Callable[[Action], tuple[int, int]]  # of the stage's ledger of weight versions
 
 
 def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
     """For each worker the step of each (kind, stage), so that the simulator looks up one thing per
     action."""
     transfer, sizes = cost.transfer(schedule), cost.message_sizes(schedule)
-    wires: defaultdict[Link, Wire] = defaultdict(Wire)
+    wires: defaultdict[Channel, Wire] = defaultdict(Wire)
     handed = {
-        key: [(h.letter, h.stage, wires[h.link]) if h else None for h in found]
+        key: [(h.letter, h.stage, wires[h.channel]) if h else None for h in found]
         for key, found in handovers(schedule).items()
     }
     seconds = cost.seconds(schedule)
@@ -108,11 +109,11 @@ def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
         boundary = stage if kind == "F" else stage - 1
         return Step(
             seconds[kind][stage],
-            "B" if kind == "I" else kind,
+            LETTERS.get(kind, kind),
             found or nothing,
             transfer[boundary] if found else 0.0,
             sizes[boundary] if found else 0.0,
-            ledger.note,
+            ledger.record,
         )
 
     return [

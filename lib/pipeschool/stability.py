@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeschool.actions import whole_number
-from pipeschool.cost import number
+from pipeschool.arguments import number, whole_number
 from pipeschool.runtime import run
 from pipeschool.runtime.reference import gradients, max_error
 from pipeschool.runtime.stages.microbatches import split
 from pipeschool.schedules import build
+from pipeschool.text import columns
 
 Gradients = Sequence[dict[str, Tensor]]  # one dict per stage
 SAMPLES = 16
@@ -34,11 +34,7 @@ def table(rows: Sequence[Any]) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     cells = [list(rows[0]._fields), *([text(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    )
+    return columns(cells, ">")
 
 
 # --- gradients that are summed over microbatches, but not divided --------------------------------
@@ -211,7 +207,7 @@ def stable_rate(delay: int, curvature: float = 1.0) -> float:
     return 2 * math.sin(math.pi / (4 * delay + 2)) / number("curvature", curvature, positive=True)
 
 
-def delayed_descent(rate: float, delay: int, steps: int = 200, curvature: float = 1.0) -> float:
+def final_distance(rate: float, delay: int, steps: int = 200, curvature: float = 1.0) -> float:
     """How far from its minimum w ends up, on curvature w^2 / 2 with gradients `delay` steps old."""
     past = [1.0] * (delay + 1)  # the weights of the last steps, oldest first
     for _ in range(steps):
@@ -228,7 +224,7 @@ def late_gradients(
 ) -> list[Delayed]:
     """A table of rates and delays: a rate that is right without a delay diverges with one."""
     every = [(d, rate) for d in delays for rate in rates]
-    return [Delayed(d, rate, stable_rate(d), delayed_descent(rate, d, steps)) for d, rate in every]
+    return [Delayed(d, rate, stable_rate(d), final_distance(rate, d, steps)) for d, rate in every]
 
 
 def delayed_rate(delay: int, steps: int) -> Callable[[int], float]:

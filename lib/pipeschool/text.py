@@ -1,8 +1,9 @@
-"""A trace in plain text: the Gantt chart for a terminal, and the words that all charts share."""
+"""Plain text: the Gantt chart for a terminal, the words that all charts share, and tables."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median_low
 
 from pipeschool.trace import Span, Trace
@@ -62,6 +63,25 @@ def summary(trace: Trace) -> str:
         f"makespan {trace.makespan * factor:.4g}{ending}; "
         f"bubble of total {trace.bubble_of_total:.4g} = idle / (p * makespan); "
         f"bubble of ideal {trace.bubble_of_ideal:.4g} = idle / busy"
+    )
+
+
+def columns(rows: Sequence[Sequence[str]], align: str = "<") -> str:
+    """A table: one line per row, every column as wide as its widest cell.
+
+    align: ``<`` for text or ``>`` for numbers, one character for all columns, or one for each.
+
+    >>> print(columns([["m", "note"], ["16", "best"]], "><"))
+     m  note
+    16  best
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = align * len(widths) if len(align) == 1 else align
+    return "\n".join(
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
+        for row in rows
     )
 
 

@@ -135,10 +135,10 @@ class Trace:
     @cached_property
     def mismatched(self) -> list[list[tuple[int, int]]]:
         """(stage, microbatch) whose forward and backward used different weights, per worker."""
-        torn: list[list[tuple[int, int]]] = []
+        mismatched: list[list[tuple[int, int]]] = []
         for row in self.rows:
             forward = {s.action[1:]: s.version for s in row if s.action.kind == "F"}
-            torn.append(
+            mismatched.append(
                 [
                     (s.action.stage, s.action.microbatch)
                     for s in row
@@ -146,7 +146,7 @@ class Trace:
                     and s.version != forward.get(s.action[1:], s.version)
                 ]
             )
-        return torn
+        return mismatched
 
     @property
     def version_bytes(self) -> list[float]:

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, whole_number
 from pipeschool.runtime import profile, run
 from pipeschool.schedules import build
 from pipeschool.simulator import simulate
+from pipeschool.text import columns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,15 +85,14 @@ class Tuning:
         return inner or sum(probe.ran for probe in self.probes)
 
     def __str__(self) -> str:
-        width = max(len(self.name), 8)
-        lines = [f"{self.name:>{width}}  {'throughput':>12}  {'memory':>12}"]
+        rows = [[self.name, "throughput", "memory", ""]]
         for probe in self.probes:
             rate = "-" if probe.throughput is None else f"{probe.throughput:.5g}"
             memory = f"{probe.memory:.0f}" if probe.memory else "-"
             note = "best" if probe == self.best else probe.why
-            lines.append(f"{probe.value:>{width}}  {rate:>12}  {memory:>12}  {note}".rstrip())
-        lines.append(f"{self.runs} runs; trying every {self.name} would take {self.sweep}")
-        return "\n".join(lines)
+            rows.append([str(probe.value), rate, memory, note])
+        runs = f"{self.runs} runs; trying every {self.name} would take {self.sweep}"
+        return f"{columns(rows, '>>><')}\n{runs}"
 
 
 def tune(

@@ -196,8 +196,8 @@ class Ledger:
     used: dict[int, int] = field(default_factory=dict)  # microbatch in flight -> its version
     users: Counter[int] = field(default_factory=Counter)  # version -> microbatches in flight
 
-    def note(self, action: Action) -> tuple[int, int]:
-        """Note `action`; returns the version that it uses (or, for U, makes) and how many
+    def record(self, action: Action) -> tuple[int, int]:
+        """Record `action`; returns the version that it uses (or, for U, makes) and how many
         versions the stage holds meanwhile. IllegalSchedule where there is no such version."""
         kind, _, microbatch = action
         if kind == "F":
@@ -268,7 +268,7 @@ class OneVersion(Ledger):
 
     policy: Policy = field(default_factory=Flush)
 
-    def note(self, action: Action) -> tuple[int, int]:
+    def record(self, action: Action) -> tuple[int, int]:
         """The newest version; `Ledger` would find the same."""
         if action.kind == "U":
             self.newest += 1

@@ -866,7 +866,7 @@ def line(name, results):
     return f"{name:<15}" + "".join(f"{cell:>13}" for cell in cells)
 
 
-def table(stages, data, test, rates):
+def accuracy_table(stages, data, test, rates):
     """{policy: {learning rate: accuracies of all seeds}}, printed as it is made."""
     print("\naccuracy, mean ± standard deviation over the seeds")
     print(f"{'learning rate':<15}" + "".join(f"{lr:>13}" for lr in rates))
@@ -882,7 +882,7 @@ def table(stages, data, test, rates):
 # %%
 six = course_data.digit_stages(6, seeds)
 digit_data = course_data.digit_stream(updates, 32, seeds), course_data.digit_test(seeds)
-digit_results = table(six, *digit_data, rates)
+digit_results = accuracy_table(six, *digit_data, rates)
 print("\nyou predicted", guess_order)
 
 # %% [markdown]
@@ -1007,7 +1007,7 @@ text_data = (
     course_data.text_stream(200, 8, length, text_seeds),
     course_data.text_test(256, length, text_seeds),
 )
-text_results = table(readers, *text_data, text_rates)
+text_results = accuracy_table(readers, *text_data, text_rates)
 print("\nyou predicted", guess_first_to_fail)
 
 # %%

@@ -22,7 +22,7 @@ from functools import partial
 import pipeschool as ps
 import torch
 from pipeschool import course_data, grade
-from pipeschool.lowering import sender_of
+from pipeschool.dependencies import sender_of
 from pipeschool.runtime import reference
 from torch import nn
 

@@ -382,7 +382,7 @@ plans = {
     "equal": ps.partition.equal(profile, 4),
     "yours": ps.partition.cut_at(profile, cuts_of(seconds, 4)),
     "balanced": ps.partition.balanced(profile, 4),
-    "pipedream": ps.partition.pipedream(profile, 4),
+    "pipedream": ps.partition.pipedream_plan(profile, 4),
 }
 print(f"\n{'plan':<11}{'cuts':<12}{'workers':<14}{'slowest, ms per microbatch':>27}")
 for name, plan in plans.items():

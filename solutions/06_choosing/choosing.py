@@ -229,7 +229,7 @@ print(f"8-way tensor parallel: {shared / GIB:g} GiB from each device\n")
 for link, speed in (("within a box, 200 GB/s", 200 * GB), ("between boxes, 20 GB/s", 20 * GB)):
     print(f"{link}: pipeline {2 * one / speed:.4f} s, tensor parallel {shared / speed:.2f} s")
 
-gpt3 = ps.mix.Model(layers=96, hidden=12288, sequence=2048)
+gpt3 = ps.mix.Transformer(layers=96, hidden=12288, sequence=2048)
 box = ps.mix.Machine(8, 1, 80 * GB, 150e12, inside=200 * GB, between=20 * GB)
 print(
     f"\npipeschool's cost model: {ps.mix.estimate(gpt3, box, Mix(tensor=8)).tensor_bytes / GIB:g}"
@@ -344,7 +344,7 @@ grade.check(plan_bytes, points=4, seed=grade.seed())
 
 # %%
 my_plan = grade.yours(plan_bytes)
-big = ps.mix.Model(layers=40, hidden=5120, sequence=2048)
+big = ps.mix.Transformer(layers=40, hidden=5120, sequence=2048)
 grade.reveal(guess_parts, -(-16 * big.parameters // (80 * GB)), "parts, for the weights alone")
 
 print(f"\n{big.parameters / 1e9:.3g} billion weights, GB on a device of the first stage")

@@ -129,5 +129,5 @@ def test_late_weights_end_where_the_library_says():
     for rate, delay in ((0.5, 0), (0.5, 1), (0.2, 3), (1.5, 2)):
         weights = unit05_training.late_descent(rate, delay, 30)
         assert max(map(abs, weights[-delay - 1 :])) == pytest.approx(
-            stability.delayed_descent(rate, delay, 30)
+            stability.final_distance(rate, delay, 30)
         )

@@ -74,7 +74,7 @@ def test_traffic_of_175b():
 def test_bytes_of_a_plan_are_those_of_the_first_stage_in_the_cost_model(
     schedule, pipeline, tensor, m
 ):
-    model = ps.mix.Model(layers=8, hidden=16, sequence=4)
+    model = ps.mix.Transformer(layers=8, hidden=16, sequence=4)
     machine = ps.mix.Machine(8, 1, 1e9, 1e9, 1e9, 1e9)
     mix = ps.mix.Mix(1, pipeline, tensor, m, schedule=schedule)
     layer = model.layer_activation_bytes(1, tensor)

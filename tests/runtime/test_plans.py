@@ -10,8 +10,17 @@ from statistics import median
 import pipeschool as ps
 import pytest
 import torch
-from pipeschool.partition import Layer, Profile, balanced, cut_at, equal, pipedream, profile_layers
-from pipeschool.partition.chain import Chain, spread
+from pipeschool.partition import (
+    Layer,
+    Profile,
+    balanced,
+    cut_at,
+    equal,
+    pipedream_plan,
+    profile_layers,
+)
+from pipeschool.partition.chain import Chain
+from pipeschool.partition.measuring import spread
 from pipeschool.runtime import reference
 from torch import nn
 
@@ -131,7 +140,7 @@ def test_a_plan_trains_as_one_process_does(p):
 def test_a_plan_with_a_replicated_stage_trains_as_one_process_does():
     model, data = rising(6, 6, 6, 6).double(), [batch(8)]
     profile = Profile([Layer(1, 2, parameter_bytes=9), Layer(3, 6), Layer(1, 2, parameter_bytes=9)])
-    plan = pipedream(profile, 4, bandwidth=1)
+    plan = pipedream_plan(profile, 4, bandwidth=1)
     assert plan.replicas == (1, 2, 1)
     stages = plan.stages(model)
     result = ps.run(plan.schedule(4), stages, data)

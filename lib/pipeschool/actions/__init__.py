@@ -17,7 +17,6 @@ from pipeschool.actions.action import (
     IllegalSchedule,
     U,
     W,
-    whole_number,
 )
 from pipeschool.actions.schedule import Schedule, peak_in_flight, require_schedule, with_updates
 
@@ -36,6 +35,5 @@ __all__ = [
     "W",
     "require_schedule",
     "peak_in_flight",
-    "whole_number",
     "with_updates",
 ]

@@ -103,13 +103,3 @@ def W(stage: int, microbatch: int) -> Action:
 def U(stage: int, update: int) -> Action:
     """Optimizer update number `update` of `stage`."""
     return Action("U", stage, update)
-
-
-def whole_number(name: str, value: object, at_least: int = 1) -> int:
-    """`value` as an int of `at_least` or more; otherwise ValueError, in one sentence."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
-    number = int(value.__index__())
-    if number < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, not {number}")
-    return number

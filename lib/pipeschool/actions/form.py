@@ -10,7 +10,8 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from pipeschool.actions.action import KINDS, Action, IllegalSchedule, whole_number
+from pipeschool.actions.action import KINDS, Action, IllegalSchedule
+from pipeschool.arguments import whole_number
 
 MOST_ACTIONS = 10_000  # of a worker for one microbatch: a row with more would never end
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeschool.actions.action import Action, U, whole_number
+from pipeschool.actions.action import Action, U
 from pipeschool.actions.form import as_pairs, as_replicas, as_rows, row_from_order, shown
+from pipeschool.arguments import whole_number
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ class Schedule:
     def lowered(self) -> bool:
         """True where the rows hold sends and receives, not compute alone."""
         return any(action.is_message for row in self.workers for action in row)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) of every backward that is done in two halves, I and W."""
+        return frozenset(
+            (a.stage, a.microbatch) for row in self.workers for a in row if a.kind == "I"
+        )
 
     @cached_property
     def stages(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeschool.actions import Action, IllegalSchedule, Schedule, require_schedule
+from pipeschool.arguments import numbers, per_item
 from pipeschool.checking.rows import (
     check_complete,
     check_memory,
@@ -23,7 +24,6 @@ from pipeschool.checking.rows import (
     needs_from_own_row,
 )
 from pipeschool.checking.together import execution_order
-from pipeschool.cost import numbers, per_item
 from pipeschool.lowering import lower
 
 MATCHING = ("in_order", "tag")

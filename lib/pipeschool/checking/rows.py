@@ -15,7 +15,8 @@ from pipeschool.actions import (
     IllegalSchedule,
     Schedule,
 )
-from pipeschool.checking.together import Crossing, KindAndStage, crossings_of
+from pipeschool.checking.together import Crossing, crossings_of
+from pipeschool.dependencies import KindAndStage, needs_table
 from pipeschool.versions import Ledger, ledgers
 
 _KIND_AND_STAGE, _MICROBATCH = itemgetter(0, 1), itemgetter(2)
@@ -92,8 +93,10 @@ def _check_replicas(schedule: Schedule) -> None:
 def check_complete(schedule: Schedule) -> None:
     """Each compute action once.
 
-    Counting settles it: where all actions differ and their microbatches are in range, as many as
-    there are microbatches are all of them. Only a wrong count makes us look for the action.
+    Rows are long, so they are counted, not searched. First, no row has an action twice or one for a
+    microbatch that does not exist. Then a stage with as many forwards as it has microbatches has
+    the forward of each, because they cannot be others. Only where the number is wrong is the row
+    searched, for an action to name.
     """
     for worker, row in enumerate(schedule.workers):
         _check_distinct(schedule, worker, row)
@@ -192,29 +195,14 @@ def _check_halves(schedule: Schedule, worker: int, stage: int) -> None:
 
 
 def needs_from_own_row(schedule: Schedule) -> dict[KindAndStage, list[list[KindAndStage]]]:
-    """For each (kind, stage), by microbatch modulo `schedule.period`: the (kind, stage) of the same
-    microbatch that must stand before it in its own row. The input half of a split backward counts
-    as B here."""
-    stages, period = range(schedule.stages), range(schedule.period)
-    needs: dict[KindAndStage, list[list[KindAndStage]]] = {}
-    for stage in stages:
-        for kind, first in (("B", "F"), ("I", "F"), ("W", "I"), ("SEND_F", "F"), ("SEND_B", "B")):
-            needs[kind, stage] = [[(first, stage)] for _ in period]
-        for kind, letter, neighbour in (
-            ("F", "F", stage - 1),
-            ("B", "B", stage + 1),
-            ("I", "B", stage + 1),
-        ):
-            if neighbour not in stages:
-                continue
-            for k, list_of_needs in zip(
-                period, needs.setdefault((kind, stage), [[] for _ in period]), strict=True
-            ):
-                if schedule.owner(neighbour, k) == schedule.owner(stage, k):
-                    list_of_needs.append((letter, neighbour))
-                elif schedule.lowered:
-                    list_of_needs.append((f"RECV_{letter}", stage))
-    return needs
+    """`needs_table`, without what comes from other workers."""
+    return {
+        (kind, stage): [
+            [need for need in needs if schedule.owner(need[1], k) == schedule.owner(stage, k)]
+            for k, needs in enumerate(by_turn)
+        ]
+        for (kind, stage), by_turn in needs_table(schedule).items()
+    }
 
 
 def check_row(
@@ -299,7 +287,7 @@ def check_versions(schedule: Schedule) -> None:
                 continue
             own = stage_ledgers[worker][action.stage]
             try:
-                own.note(action)
+                own.record(action)
             except IllegalSchedule as error:
                 why = _too_many_in_flight(schedule, action.stage, own)
                 raise IllegalSchedule(f"{why}worker {worker}: {error}", worker, action) from None

@@ -6,11 +6,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from pipeschool.actions import Action, IllegalSchedule, Schedule
-from pipeschool.lowering import handovers
+from pipeschool.dependencies import KindAndStage, as_listed, needs_table
 
-KindAndStage = tuple[str, int]
-# What goes from worker to worker: F (activations) or B (gradients), the stage that needs it, and
-# the microbatch.
+# What goes from worker to worker, under the name of the action that gives it: kind, stage and
+# microbatch. Both kinds of backward give it under the name of B.
 Tensor = tuple[str, int, int]
 
 
@@ -37,26 +36,27 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
         for index in range(position[worker], len(row)):
             kind, stage, microbatch = action = row[index]
             if meet and kind == "U":
-                here, due = meetings[action], len(schedule.owners[stage])
-                if worker not in here:
-                    here.append(worker)
-                    runnable += [w for w in here[:-1] if len(here) == due]
-                if len(here) < due:
+                present, due = meetings[action], len(schedule.owners[stage])
+                if worker not in present:
+                    present.append(worker)
+                    if len(present) == due:
+                        runnable += present[:-1]
+                if len(present) < due:
                     position[worker] = index
                     break
             take, give = crossings.get((kind, stage), nothing)[microbatch % period]
             if take:
-                letter, source = take
-                tensor = (letter, stage, microbatch)
+                letter, giver, source = take
+                tensor = (letter, giver, microbatch)
                 if tensor not in given:
                     waiting[tensor] = worker
                     position[worker] = index
                     break
-                if in_order and (came := queues[source, worker].popleft()) != tensor:
-                    raise _wrong_tensor(schedule, worker, action, tensor, came)
+                if in_order and (next_one := queues[source, worker].popleft()) != tensor:
+                    raise _wrong_tensor(schedule, worker, action, tensor, next_one)
             if give:
-                letter, neighbour, target = give
-                tensor = (letter, neighbour, microbatch)
+                letter, target = give
+                tensor = (letter, stage, microbatch)
                 given.add(tensor)
                 if in_order:
                     queues[worker, target].append(tensor)
@@ -64,15 +64,15 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                     runnable.append(waiting.pop(tensor))
             yield worker, action
     needs = {w: (_giver(schedule, t), _source(schedule, t)) for t, w in waiting.items()}
-    for update, here in meetings.items():
-        absent = [w for w in schedule.owners[update.stage] if w not in here]
-        needs |= {w: (update, absent[0]) for w in here if absent}
+    for update, present in meetings.items():
+        absent = [w for w in schedule.owners[update.stage] if w not in present]
+        needs |= {w: (update, absent[0]) for w in present if absent}
     if needs:
         raise _deadlock(schedule, position, needs)
 
 
-Take = tuple[str, int]  # letter, and the worker that it comes from
-Give = tuple[str, int, int]  # letter, the stage that needs it, and the worker of that
+Take = tuple[str, int, int]  # kind and stage of the giver, and its worker
+Give = tuple[str, int]  # kind under which it is given, and the worker that takes it
 Crossing = tuple[Take | None, Give | None]
 NO_CROSSING: Crossing = (None, None)
 
@@ -83,46 +83,38 @@ def crossings_of(schedule: Schedule) -> dict[KindAndStage, list[Crossing]]:
 
     Sends and receives do that in a lowered schedule, the compute itself in any other.
     """
-    period = schedule.period
-    takes: dict[KindAndStage, list[Take | None]] = {}
-    gives: dict[KindAndStage, list[Give | None]] = {}
-    for (kind, stage), found in handovers(schedule).items():
-        letter = "F" if kind == "F" else "B"
-        neighbour = stage + (1 if kind == "F" else -1)
-        giver, takers = kind, ["F"] if letter == "F" else ["B", "I"]
-        if schedule.lowered:
-            giver, takers = f"SEND_{letter}", [f"RECV_{letter}"]
-        gives[giver, stage] = [(letter, neighbour, h.link.target) if h else None for h in found]
-        for taker in takers:
-            takes[taker, neighbour] = [(letter, h.link.source) if h else None for h in found]
-    nothing = [None] * period
-    return {
-        key: list(zip(takes.get(key, nothing), gives.get(key, nothing), strict=True))
-        for key in (*takes, *gives)
-    }
+    nothing = [NO_CROSSING] * schedule.period
+    crossings: dict[KindAndStage, list[Crossing]] = {}
+    for (kind, stage), by_turn in needs_table(schedule).items():
+        for turn, needs in enumerate(by_turn):
+            worker = schedule.owner(stage, turn)
+            for letter, giver in needs:
+                source = schedule.owner(giver, turn)
+                if source == worker:
+                    continue
+                _, give = crossings.setdefault((kind, stage), nothing[:])[turn]
+                crossings[kind, stage][turn] = (letter, giver, source), give
+                for half_or_whole in ("B", "I") if letter == "B" else (letter,):
+                    take, _ = crossings.setdefault((half_or_whole, giver), nothing[:])[turn]
+                    crossings[half_or_whole, giver][turn] = take, (letter, worker)
+    return crossings
 
 
 def _source(schedule: Schedule, tensor: Tensor) -> int:
-    """The worker that gives `tensor` to its stage."""
-    letter, stage, microbatch = tensor
-    return schedule.owner(stage - 1 if letter == "F" else stage + 1, microbatch)
+    """The worker that gives `tensor`."""
+    _, stage, microbatch = tensor
+    return schedule.owner(stage, microbatch)
 
 
 def _giver(schedule: Schedule, tensor: Tensor) -> Action:
-    """The action that gives `tensor` to its stage."""
-    letter, stage, microbatch = tensor
-    source = stage - 1 if letter == "F" else stage + 1
-    if schedule.lowered:
-        return Action(f"SEND_{letter}", source, microbatch)
-    half = Action("I", source, microbatch)
-    split = letter == "B" and half in schedule.workers[_source(schedule, tensor)]
-    return half if split else Action(letter, source, microbatch)
+    """The action that gives `tensor`."""
+    return as_listed(Action(*tensor), schedule)
 
 
 def _wrong_tensor(
-    schedule: Schedule, worker: int, action: Action, tensor: Tensor, came: Tensor
+    schedule: Schedule, worker: int, action: Action, tensor: Tensor, next_one: Tensor
 ) -> IllegalSchedule:
-    due, sent = _giver(schedule, tensor), _giver(schedule, came)
+    due, sent = _giver(schedule, tensor), _giver(schedule, next_one)
     return IllegalSchedule(
         f"worker {worker} would get the wrong tensor at {action.describe()}: the next message from "
         f"worker {_source(schedule, tensor)} is {sent}, not {due}",

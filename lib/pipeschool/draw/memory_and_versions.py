@@ -73,19 +73,20 @@ def versions(trace: Trace) -> Chart:
     met other weights than its forward has a thick black edge.
     """
     factor, unit = time_unit(trace)
-    torn = trace.mismatched
+    mismatched = trace.mismatched
     alt = (
         f"Version timeline of {title(trace)}. Weight versions held at most, from worker 0 on: "
         f"{', '.join(map(str, trace.weight_versions))}. Staleness in updates: "
         f"{', '.join(map(str, trace.staleness))}. Microbatches whose forward and backward used "
-        f"different weights: {', '.join(str(len(row)) for row in torn)}."
+        f"different weights: {', '.join(str(len(row)) for row in mismatched)}."
     )
     chart = Chart(alt, TOP + trace.p * LANES * row_height(trace.p) + BOTTOM)
     with house_style():
         (axes,) = add_panels(chart, [trace], factor, unit, LANES)
         axes.set_title(
             f"{title(trace)}\nmicrobatch and weight version; upper lane forward, lower lane "
-            "backward" + ("; thick edge: other weights than in the forward" if any(torn) else ""),
+            "backward"
+            + ("; thick edge: other weights than in the forward" if any(mismatched) else ""),
             loc="left",
             fontsize=9,
         )
@@ -97,7 +98,7 @@ def versions(trace: Trace) -> Chart:
                 continue
             lane = span.worker + (-BOX / 4 if kind == "F" else BOX / 4)
             left, right = (span.start - begin) * factor, (span.end - begin) * factor
-            wrong = kind != "F" and (span.action.stage, microbatch) in torn[span.worker]
+            wrong = kind != "F" and (span.action.stage, microbatch) in mismatched[span.worker]
             axes.add_patch(
                 Rectangle(
                     (left, lane - BOX / 4),

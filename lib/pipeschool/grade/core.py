@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars
 from math import isclose
@@ -142,27 +142,38 @@ def passes(function: Callable[..., Any]) -> bool:
 
 
 def broken_helpers(function: Callable[..., Any]) -> list[str]:
-    """The answers to other exercises that `function` calls and that do not pass their checks."""
-    found: dict[str, bool] = {}
-    seen: set[int] = set()
-    waiting: list[Any] = [function]
-    while waiting:
-        one = waiting.pop()
-        if not isinstance(one, FunctionType) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one is not function and one.__name__ in EXERCISES:
-            found[one.__name__] = passes(one)
-            continue
-        if one.__globals__ is function.__globals__:  # not into libraries
-            names = getclosurevars(one)
-            waiting += [*names.nonlocals.values(), *names.globals.values()]
-            inner = [c for c in one.__code__.co_consts if isinstance(c, CodeType)]
-            while inner:  # comprehensions and functions inside
-                code = inner.pop()
-                waiting += [one.__globals__.get(name) for name in code.co_names]
-                inner += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return sorted(name for name, right in found.items() if not right)
+    """The answers to other exercises that `function` uses and that do not pass their checks.
+
+    It may use them by way of other functions of its notebook: those are looked into, libraries not.
+    """
+    right: dict[str, bool] = {}
+    notebook = [function]
+    for own in notebook:  # which grows meanwhile
+        for used in _functions_used(own):
+            if used in notebook:
+                continue
+            if used.__name__ in EXERCISES:
+                right[used.__name__] = passes(used)
+            elif used.__globals__ is getattr(function, "__globals__", None):
+                notebook.append(used)
+    return sorted(name for name in right if not right[name])
+
+
+def _functions_used(function: Callable[..., Any]) -> list[FunctionType]:
+    """The functions that `function` names, also in comprehensions and functions inside it."""
+    if not isinstance(function, FunctionType):
+        return []
+    values = list(getclosurevars(function).nonlocals.values())
+    for code in _with_inner_code(function.__code__):
+        values += [function.__globals__.get(name) for name in code.co_names]
+    return [value for value in values if isinstance(value, FunctionType)]
+
+
+def _with_inner_code(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner_code(constant)
 
 
 def exercise_of(function: object) -> Exercise:

@@ -181,9 +181,9 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
     else:
-        here = ctypes.c_ulong(threading.get_ident())
+        this_thread = ctypes.c_ulong(threading.get_ident())
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        timer = threading.Timer(seconds, raise_in, (here, ctypes.py_object(TimeUp)))
+        timer = threading.Timer(seconds, raise_in, (this_thread, ctypes.py_object(TimeUp)))
         timer.daemon = True
         timer.start()
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import ceil, isclose
 from random import Random
 
+from pipeschool import dependencies
 from pipeschool.actions import Action, B, F, Schedule, U, peak_in_flight
 from pipeschool.checking import check
 from pipeschool.cost import Cost
@@ -232,12 +234,15 @@ GPIPE_ORDER = order_exercise(
 # --- dependencies and start times ----------------------------------------------------------------
 
 
+@cache
+def line(p: int) -> Schedule:
+    """A line of `p` stages, one per worker."""
+    return naive(p, 1)
+
+
 def needs(action: Action, p: int) -> list[Action]:
     """The next stage's work for a backward, the one before for a forward."""
-    kind, stage, k = action
-    if kind == "F":
-        return [F(stage - 1, k)] if stage > 0 else []
-    return [F(stage, k), B(stage + 1, k)] if stage < p - 1 else [F(stage, k)]
+    return dependencies.needs(action, line(p))
 
 
 def all_before(action: Action, p: int) -> set[Action]:

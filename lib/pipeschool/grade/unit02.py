@@ -360,7 +360,7 @@ def judge_mismatched(answer: Answer, trace: Trace) -> None:
     listed, right = set(answer(trace)), set(mismatched(trace))
     versions = {span.action: span.version for span in trace.spans}
     for stage, k in sorted(right ^ listed):
-        here = (stage, k) in right
+        differ = (stage, k) in right
         forward, backward = Action("F", stage, k), Action("B", stage, k)
         require(
             forward in versions and backward in versions,
@@ -369,9 +369,9 @@ def judge_mismatched(answer: Answer, trace: Trace) -> None:
         )
         require(
             False,
-            f"{'' if here else 'not '}({stage}, {k}): {forward} used version "
+            f"{'' if differ else 'not '}({stage}, {k}): {forward} used version "
             f"{versions[forward]}, {backward} version {versions[backward]}",
-            f"({stage}, {k}) is {'not ' if here else ''}in {show(sorted(listed), 120)}",
+            f"({stage}, {k}) is {'not ' if differ else ''}in {show(sorted(listed), 120)}",
         )
 
 

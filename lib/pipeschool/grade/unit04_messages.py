@@ -8,12 +8,13 @@ from random import Random
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.checking import IllegalSchedule, check, execution_order
+from pipeschool.dependencies import sender_of
 from pipeschool.grade import plain
 from pipeschool.grade.core import Case, Exercise, Part
 from pipeschool.grade.guard import Answer
 from pipeschool.grade.plain import Wrong, require, show
 from pipeschool.grade.unit01 import listed
-from pipeschool.lowering import lower, sender_of
+from pipeschool.lowering import lower
 from pipeschool.schedules import gpipe, one_f_one_b
 
 Rows = list[list[Action]]

@@ -15,8 +15,8 @@ from pipeschool.mix import (
     GB,
     Machine,
     Mix,
-    Model,
     Recommendation,
+    Transformer,
     all_reduce_bytes,
     estimate,
     gigabytes,
@@ -252,7 +252,7 @@ class Site:
     """A model to train, the machine that is there, and the sequences of one step."""
 
     about: str
-    model: Model
+    model: Transformer
     machine: Machine
     batch: int
 
@@ -270,7 +270,7 @@ class Site:
         )
 
 
-LITTLE = Model(layers=24, hidden=1024, sequence=1024, vocabulary=50_000)
+LITTLE = Transformer(layers=24, hidden=1024, sequence=1024, vocabulary=50_000)
 FAST = {"memory": 80 * GB, "flops": 150e12, "inside": 200 * GB, "between": 20 * GB, "latency": 1e-5}
 SLOW = {"memory": 24 * GB, "flops": 50e12, "inside": 20 * GB, "between": 1.25 * GB, "latency": 5e-5}
 SITES = {
@@ -278,19 +278,19 @@ SITES = {
     "workstation": Site("eight devices in one box", LITTLE, Machine(8, 1, **FAST), batch=16),
     "server": Site(
         "the same box, a larger model",
-        Model(layers=40, hidden=5120, sequence=2048, vocabulary=32_000),
+        Transformer(layers=40, hidden=5120, sequence=2048, vocabulary=32_000),
         Machine(8, 1, **FAST),
         batch=64,
     ),
     "office": Site(
         "four desks with a device each, and the office network",
-        Model(layers=32, hidden=1600, sequence=1024, vocabulary=50_000),
+        Transformer(layers=32, hidden=1600, sequence=1024, vocabulary=50_000),
         Machine(1, 4, **SLOW),
         batch=64,
     ),
     "cluster": Site(
         "eight such boxes, and a model of GPT-3's size",
-        Model(layers=96, hidden=12288, sequence=2048, vocabulary=51_200),
+        Transformer(layers=96, hidden=12288, sequence=2048, vocabulary=51_200),
         Machine(8, 8, **FAST),
         batch=128,
     ),

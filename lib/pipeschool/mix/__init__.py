@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from pipeschool.mix.estimates import Estimate, compare, estimate, stage_cost, table
-from pipeschool.mix.plan import GB, GIB, MIB, Machine, Mix, Model, all_reduce_bytes, gigabytes
 from pipeschool.mix.recommendation import Reason, Recommendation, mixes, reasons, recommend
+from pipeschool.mix.setup import (
+    GB,
+    GIB,
+    MIB,
+    Machine,
+    Mix,
+    Transformer,
+    all_reduce_bytes,
+    gigabytes,
+)
 
 __all__ = [
     "GB",
@@ -13,7 +22,7 @@ __all__ = [
     "Estimate",
     "Machine",
     "Mix",
-    "Model",
+    "Transformer",
     "Reason",
     "Recommendation",
     "all_reduce_bytes",

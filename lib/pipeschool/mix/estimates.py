@@ -9,17 +9,18 @@ from functools import lru_cache
 
 from pipeschool.actions import Schedule
 from pipeschool.cost import Cost
-from pipeschool.mix.plan import (
+from pipeschool.mix.setup import (
     GB,
     Machine,
     Mix,
-    Model,
+    Transformer,
     all_reduce_bytes,
     all_reduce_seconds,
     cut_layers,
     most,
 )
 from pipeschool.simulator import simulate
+from pipeschool.text import columns
 from pipeschool.trace import Trace
 
 
@@ -58,7 +59,7 @@ class Estimate:
         return self.bubble / self.seconds
 
 
-def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
+def stage_cost(model: Transformer, machine: Machine, mix: Mix) -> Cost:
     """Seconds and bytes of one pipeline's actions, on one device of each stage.
 
     Compute goes by the usual rule of 6 operations per weight and word: 2 in the forward and 4 in
@@ -108,7 +109,7 @@ def stage_cost(model: Model, machine: Machine, mix: Mix) -> Cost:
 
 
 @lru_cache(maxsize=4096)
-def estimate(model: Model, machine: Machine, mix: Mix) -> Estimate:
+def estimate(model: Transformer, machine: Machine, mix: Mix) -> Estimate:
     """What a step of `mix` costs; ValueError where the machine or the model is too small for it.
 
     The schedule is simulated with `stage_cost`. A step is what one more batch adds, once the line
@@ -175,18 +176,17 @@ def fullest(trace: Trace) -> float:
     return max(totals)
 
 
-def compare(model: Model, machine: Machine, mixes: Iterable[Mix]) -> list[Estimate]:
+def compare(model: Transformer, machine: Machine, mixes: Iterable[Mix]) -> list[Estimate]:
     """One estimate per mix, in the order given, whether it fits or not."""
     return [estimate(model, machine, mix) for mix in mixes]
 
 
 def table(estimates: Iterable[Estimate]) -> str:
     """The estimates as lines of text, one mix each."""
-    head = f"{'data x pipeline x tensor':<32}{'s/step':>8}{'compute':>9}{'bubble':>8}"
-    lines = [f"{head}{'tensor':>8}{'data':>7}{'memory':>10}"]
+    heads = "data x pipeline x tensor", "s/step", "compute", "bubble", "tensor", "data", "memory"
+    rows = [[*heads, ""]]
     for e in estimates:
-        shares = [part / e.seconds for part in (e.compute, e.bubble, e.tensor, e.data)]
-        compute, bubble, tensor, data = (f"{share:.0%}" for share in shares)
-        line = f"{str(e.mix):<32}{e.seconds:>8.3g}{compute:>9}{bubble:>8}{tensor:>8}{data:>7}"
-        lines.append(f"{line}{e.memory / GB:>7.1f} GB{'' if e.fits else '  does not fit'}")
-    return "\n".join(lines)
+        shares = [f"{part / e.seconds:.0%}" for part in (e.compute, e.bubble, e.tensor, e.data)]
+        fits = "" if e.fits else "does not fit"
+        rows.append([str(e.mix), f"{e.seconds:.3g}", *shares, f"{e.memory / GB:.1f} GB", fits])
+    return columns(rows, "<>>>>>><")

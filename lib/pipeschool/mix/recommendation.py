@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from pipeschool.actions import whole_number
+from pipeschool.arguments import whole_number
 from pipeschool.mix.estimates import Estimate, drains, estimate, stage_cost
-from pipeschool.mix.plan import Machine, Mix, Model, all_reduce_seconds, gigabytes, most
+from pipeschool.mix.setup import Machine, Mix, Transformer, all_reduce_seconds, gigabytes, most
 from pipeschool.schedules import build
 
 SMALL = 0.1  # a bubble below this share of the step is small
@@ -37,7 +37,7 @@ class Recommendation:
 
 
 def mixes(
-    model: Model,
+    model: Transformer,
     devices: int,
     batch: int,
     schedules: Sequence[str] = ("one_f_one_b",),
@@ -59,7 +59,7 @@ def mixes(
                     yield replace(mix, recompute=True)
 
 
-def _possible(mix: Mix, model: Model) -> bool:
+def _possible(mix: Mix, model: Transformer) -> bool:
     try:
         return mix.layout().stages <= model.layers
     except ValueError:  # not every schedule is for every number of microbatches
@@ -67,7 +67,7 @@ def _possible(mix: Mix, model: Model) -> bool:
 
 
 def recommend(
-    model: Model,
+    model: Transformer,
     machine: Machine,
     batch: int,
     devices: int | None = None,
@@ -91,7 +91,7 @@ def recommend(
     return Recommendation(best, reasons(model, machine, best.mix))
 
 
-def reasons(model: Model, machine: Machine, mix: Mix) -> tuple[Reason, ...]:
+def reasons(model: Transformer, machine: Machine, mix: Mix) -> tuple[Reason, ...]:
     """All that speaks for `mix`, as far as it is true. The kinds:
 
     fits: the fullest device has the memory.
@@ -114,7 +114,7 @@ def reasons(model: Model, machine: Machine, mix: Mix) -> tuple[Reason, ...]:
     )
 
 
-def _of_memory(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
+def _of_memory(model: Transformer, machine: Machine, found: Estimate) -> Iterator[Reason]:
     """What fits, and what would not."""
     mix = found.mix
     if found.fits:
@@ -151,7 +151,7 @@ def _of_the_bubble(found: Estimate) -> Iterator[Reason]:
         yield Reason("small bubble", share, SMALL, f"The bubble is small: {share:.1%} of the step.")
 
 
-def _of_links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
+def _of_links(model: Transformer, machine: Machine, found: Estimate) -> Iterator[Reason]:
     """What the two kinds of link are used for."""
     mix = found.mix
     if mix.devices <= machine.devices_per_node:
@@ -183,7 +183,7 @@ def _of_links(model: Model, machine: Machine, found: Estimate) -> Iterator[Reaso
             )
 
 
-def _against_others(model: Model, machine: Machine, found: Estimate) -> Iterator[Reason]:
+def _against_others(model: Transformer, machine: Machine, found: Estimate) -> Iterator[Reason]:
     """Would it be faster with a pipeline, or with copies of the whole model?"""
     if not found.fits:
         return
@@ -211,7 +211,7 @@ def _against_others(model: Model, machine: Machine, found: Estimate) -> Iterator
             )
 
 
-def _fastest(model: Model, machine: Machine, candidates: Iterator[Mix]) -> Estimate | None:
+def _fastest(model: Transformer, machine: Machine, candidates: Iterator[Mix]) -> Estimate | None:
     """The best of those that fit; None where none does."""
     best: Estimate | None = None
     for floor, mix in _by_floor(model, machine, candidates):
@@ -223,7 +223,9 @@ def _fastest(model: Model, machine: Machine, candidates: Iterator[Mix]) -> Estim
     return best
 
 
-def _by_floor(model: Model, machine: Machine, candidates: Iterator[Mix]) -> list[tuple[float, Mix]]:
+def _by_floor(
+    model: Transformer, machine: Machine, candidates: Iterator[Mix]
+) -> list[tuple[float, Mix]]:
     """Mixes whose weights alone fit, with seconds that they cannot beat, the lowest first.
 
     A worker does all its work. Where the line drains, the stages in front of its first one do a

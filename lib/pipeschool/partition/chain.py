@@ -1,24 +1,17 @@
-"""Models that are a chain of layers: take them apart, measure them, make stages of them."""
+"""Models that are a chain of layers: take them apart, make stages of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median, quantiles
 from typing import Any
 
 from torch import Tensor, nn
 
-from pipeschool.actions import whole_number
-from pipeschool.cost import per_item
-from pipeschool.partition.plan import ranges_of
-from pipeschool.partition.planners import equal_cuts
-from pipeschool.partition.profile import Layer, Profile
-from pipeschool.runtime.measure import Measured, measure
-from pipeschool.runtime.stages.stage import Loss
-from pipeschool.runtime.weights.stage_weights import MakeOptimizer
+from pipeschool.arguments import whole_number
+from pipeschool.partition.cuts import equal_cuts, ranges_of
 
-Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module]
+Layers = nn.Sequential | nn.ModuleList | Sequence[nn.Module]  # a model that is a chain
 
 
 class Chain(nn.Sequential):
@@ -34,7 +27,7 @@ class Chain(nn.Sequential):
         return super().forward(values[0] if len(values) == 1 else values)
 
 
-def layers_of(model: Model) -> list[nn.Module]:
+def layers_of(model: Layers) -> list[nn.Module]:
     """The layers of a chain, in order. ValueError, saying what to do, where it is none."""
     if isinstance(model, (nn.Sequential, nn.ModuleList)) or (
         isinstance(model, Sequence) and all(isinstance(layer, nn.Module) for layer in model)
@@ -50,7 +43,7 @@ def layers_of(model: Model) -> list[nn.Module]:
     )
 
 
-def split_layers(model: Model, p: int) -> list[Chain]:
+def split_layers(model: Layers, p: int) -> list[Chain]:
     """`model` as `p` stages of consecutive layers; their numbers differ by one at most, the larger
     ones first. ValueError where there are fewer layers than stages."""
     whole_number("the number of stages", p)
@@ -60,7 +53,7 @@ def split_layers(model: Model, p: int) -> list[Chain]:
     return stages_of(model, ranges_of([*equal_cuts(n, p), n]), n)
 
 
-def stages_of(model: Model, ranges: Sequence[range], layers: int) -> list[Chain]:
+def stages_of(model: Layers, ranges: Sequence[range], layers: int) -> list[Chain]:
     """One module for each range of layers; ValueError where the model does not have as many
     `layers`. Stages may share a parameter: a synchronous `run` adds up its gradients."""
     found = layers_of(model)
@@ -81,68 +74,3 @@ def shared_parameters(layers: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]
         for found in holders.values()
         if len(found) > 1
     }
-
-
-def profile_layers(
-    model: Model,
-    batch: tuple[Any, Any],
-    m: int,
-    *,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer | None = None,
-    rounds: int = 5,
-) -> Profile:
-    """What each layer of `model` costs for a microbatch of `batch` cut in `m`.
-
-    Every layer is measured as a stage of its own, by `run.measure`, in this process on one thread;
-    the model is not changed. After a round to warm up, 2 * `rounds` forwards and `rounds`
-    backwards count. A short layer seems longer than it is inside a stage: some tens of
-    microseconds of Python belong to each. The loss counts for the last layer. A parameter that
-    layers share counts for each of them: on stages apart each has a copy; on one stage, once would
-    do. `loss` and `optimizer` as for `run`.
-    """
-    whole_number("m", m)
-    whole_number("rounds", rounds)
-    layers = layers_of(model)
-    found = measure(
-        [Chain(layer) for layer in layers],
-        batch,
-        m,
-        loss or nn.functional.mse_loss,
-        optimizer,
-        rounds,
-    )
-    return Profile(
-        [_layer(found, index, layer) for index, layer in enumerate(layers)],
-        tied=sorted(set(shared_parameters(layers).values())),
-        warm_up=found.warm_up,
-    )
-
-
-def _layer(found: Measured, index: int, layer: nn.Module) -> Layer:
-    def measured(name: str) -> float:
-        return per_item(name, getattr(found.cost, name), len(found.seconds["F"]), "layer")[index]
-
-    forward, backward = (found.seconds[kind][index] for kind in ("F", "B"))
-    return Layer(
-        forward=median(forward),
-        backward=median(backward),
-        forward_spread=spread(forward),
-        backward_spread=spread(backward),
-        update=measured("update"),
-        activation_bytes=measured("activation_bytes"),
-        parameter_bytes=measured("parameter_bytes"),
-        gradient_bytes=measured("gradient_bytes"),
-        optimizer_bytes=measured("optimizer_bytes"),
-        output_bytes=measured("message_bytes"),
-        working_bytes=measured("working_bytes"),
-        name=type(layer).__name__,
-    )
-
-
-def spread(times: Sequence[float]) -> float:
-    """The interquartile range: from the first to the third quartile."""
-    if len(times) < 2:
-        return 0.0
-    first, _, third = quantiles(times, n=4, method="inclusive")
-    return third - first

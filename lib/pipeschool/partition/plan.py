@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import Cost, PerStage, number, per_item
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, per_item, whole_number
+from pipeschool.cost import Cost, PerStage
+from pipeschool.partition.cuts import ranges_of
 from pipeschool.partition.profile import Profile
 from pipeschool.schedules import one_f_one_b, pipedream, round_robin
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeschool.partition.chain import Model
+    from pipeschool.partition.chain import Layers
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Plan:
             return round_robin(self.replicas, m, batches=batches, weights=weights)
         return (one_f_one_b if weights == "flush" else pipedream)(self.p, m, batches=batches)
 
-    def stages(self, model: Model) -> Sequence[nn.Module]:
+    def stages(self, model: Layers) -> Sequence[nn.Module]:
         """`model` as one module per stage, for `run`; a tuple that a layer returns goes on whole.
 
         ValueError where the model has other layers than the profile.
@@ -159,11 +161,6 @@ def cut_at(
         link,
         number("latency", latency),
     )
-
-
-def ranges_of(ends: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage, given the number of the first layer behind it."""
-    return tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
 
 
 def speeds_of(speed: PerStage, workers: int) -> list[float]:

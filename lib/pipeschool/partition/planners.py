@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import PerStage, number, numbers, per_item
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, numbers, per_item, whole_number
+from pipeschool.cost import PerStage
+from pipeschool.partition.cuts import equal_cuts, ranges_of
 from pipeschool.partition.plan import (
     Plan,
     boundary_seconds,
     cut_at,
-    ranges_of,
     speeds_of,
     stage_seconds,
 )
@@ -55,12 +56,6 @@ def equal(
                     "plan with balanced"
                 )
     return cut_at(profile, cuts, speed=speed, bandwidth=bandwidth, latency=latency)
-
-
-def equal_cuts(layers: int, p: int) -> list[int]:
-    """The cuts of `layers` into `p` stages of equal number, the larger ones first."""
-    size, extra = divmod(layers, p)
-    return [s * size + min(s, extra) for s in range(1, p)]
 
 
 def balanced(
@@ -122,7 +117,7 @@ def balanced(
     return cut_at(profile, found.ends[:-1], speed=speeds, bandwidth=link, latency=latency)
 
 
-def pipedream(
+def pipedream_plan(
     profile: Profile,
     workers: int,
     *,

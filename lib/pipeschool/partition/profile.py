@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from pipeschool.actions import whole_number
-from pipeschool.cost import number
+from pipeschool.arguments import number, whole_number
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeschool.actions import Schedule, whole_number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.cost import Cost
 from pipeschool.runtime.errors import RunError, RunStopped, one_sentence_errors
 from pipeschool.runtime.host.fork_server import start_early

@@ -7,7 +7,8 @@ travel on, which version of the weights it meets: all that is up to what the `Sh
 from __future__ import annotations
 
 from pipeschool.actions import Action
-from pipeschool.runtime.share import Share, used_by
+from pipeschool.dependencies import used_by
+from pipeschool.runtime.share import Share
 from pipeschool.runtime.stages.stage import Tensors
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pipeschool.actions import whole_number
-from pipeschool.cost import number
+from pipeschool.arguments import number, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -111,14 +111,6 @@ class Share:
         self.stages[action.stage].weights.update(action)
 
 
-def used_by(action: Action) -> Action:
-    """The forward or backward that uses what `action` makes, sends or receives."""
-    kind, s, k = action
-    letter = "F" if kind.endswith("F") else "B"
-    step = 0 if kind.startswith("RECV") else 1 if letter == "F" else -1
-    return Action(letter, s + step, k)
-
-
 def on_device(value: Any, device: torch.device) -> Any:
     """Nested tensors on `device`."""
     if device.type == "cpu":

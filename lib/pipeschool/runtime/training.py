@@ -16,7 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeschool.actions import Schedule, whole_number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.runtime.errors import one_sentence_errors
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.options import RunOptions, options_of, with_options

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from pipeschool.actions import Schedule, whole_number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.schedules.chimera import chimera
 from pipeschool.schedules.dualpipe_v import dualpipe_v
 from pipeschool.schedules.eager_1f1b import eager_1f1b

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pipeschool.actions import Action, Schedule, U, whole_number
+from dataclasses import replace
+from math import inf
+
+from pipeschool.actions import Action, Schedule, U
+from pipeschool.arguments import whole_number
+from pipeschool.dependencies import needs
 from pipeschool.schedules.one_f_one_b import one_f_one_b_order
 
 
@@ -19,22 +24,6 @@ def chimera(p: int, m: int, batches: int = 1) -> Schedule:
     for name, value in (("p", p), ("m", m)):
         if whole_number(name, value) % 2:
             raise ValueError(f"{name} must be even for chimera, not {value}: half goes each way")
-    rows = _merged(p, m)
-    for worker, row in enumerate(rows):
-        # Both workers of a stage meet to sum their gradients, so all go by the order of the model.
-        row += [U(stage, 0) for stage in sorted(_stages(worker, p))]
-    replicas = tuple((stage, p - 1 - stage) for stage in range(p))
-    return Schedule("chimera", p, m, tuple(map(tuple, rows)), replicas=replicas).repeat(batches)
-
-
-def _stages(worker: int, p: int) -> tuple[int, int]:
-    """The stages of a worker: for the microbatches that go down, and for those that go up."""
-    return worker, p - 1 - worker
-
-
-def _merged(p: int, m: int) -> list[list[Action]]:
-    """One row per worker out of its two 1F1B orders. Where F and B take one unit of time each, what
-    can start first comes first; of equals a backward, then the earlier microbatch."""
     orders = [
         [
             [Action(kind, stage, 2 * k + way) for kind, _, k in one_f_one_b_order(stage, p, m // 2)]
@@ -42,33 +31,41 @@ def _merged(p: int, m: int) -> list[list[Action]]:
         ]
         for worker in range(p)
     ]
-    rows: list[list[Action]] = [[] for _ in range(p)]
-    free = [0] * p
+    replicas = tuple((stage, p - 1 - stage) for stage in range(p))
+    work = Schedule("chimera", p, m, tuple((*down, *up) for down, up in orders), replicas=replicas)
+    rows = _by_start(orders, work)
+    for worker, row in enumerate(rows):
+        # Both workers of a stage meet to sum their gradients, so all go by the order of the model.
+        row += [U(stage, 0) for stage in sorted(_stages(worker, p))]
+    return replace(work, workers=tuple(map(tuple, rows))).repeat(batches)
+
+
+def _stages(worker: int, p: int) -> tuple[int, int]:
+    """The stages of a worker: for the microbatches that go down, and for those that go up."""
+    return worker, p - 1 - worker
+
+
+def _by_start(orders: list[list[list[Action]]], schedule: Schedule) -> list[list[Action]]:
+    """One row per worker out of its two 1F1B orders. Where F and B take one unit of time each, what
+    can start first comes first; of equals a backward, then the earlier microbatch."""
+    rows: list[list[Action]] = [[] for _ in orders]
+    free = [0] * len(orders)  # when each worker is
     ends: dict[Action, int] = {}
-    for _ in range(2 * p * m):
-        candidates = [
-            (
-                max(free[worker], ends[need] if need else 0),
-                head.kind == "F",
-                head.microbatch,
-                worker,
-                order,
-            )
+
+    def start(worker: int, action: Action) -> float:
+        """The earliest time for `action`; infinity while something that it needs has no end."""
+        return max([free[worker], *(ends.get(need, inf) for need in needs(action, schedule))])
+
+    while any(map(any, orders)):
+        # The next action of each order, with what decides between them.
+        heads = [
+            (start(worker, order[0]), order[0].kind == "F", order[0].microbatch, worker, order)
             for worker, both in enumerate(orders)
             for order in both
-            for head in order[:1]
-            if (need := _need(head, p)) is None or need in ends
+            if order
         ]
-        start, _, _, worker, order = min(candidates)
+        _, _, _, worker, order = min(heads)
         action = order.pop(0)
+        free[worker] = ends[action] = int(start(worker, action)) + 1
         rows[worker].append(action)
-        free[worker] = ends[action] = start + 1
     return rows
-
-
-def _need(action: Action, p: int) -> Action | None:
-    """What must be over before `action` can start; None where it needs the data alone."""
-    kind, stage, _ = action
-    if kind == "F":
-        return action._replace(stage=stage - 1) if stage else None
-    return action._replace(stage=stage + 1) if stage < p - 1 else action._replace(kind="F")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeschool.actions import Action, F, Schedule, whole_number
+from pipeschool.actions import Action, F, Schedule
+from pipeschool.arguments import whole_number
 
 
 def forward_only(p: int, m: int, batches: int = 1, tokens: int = 1) -> Schedule:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeschool.actions import Action, B, F, Schedule, whole_number
+from pipeschool.actions import Action, B, F, Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.schedules.pieces import looped_stages, take_turns
 
 

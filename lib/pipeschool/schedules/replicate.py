@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeschool.actions import Action, Schedule, whole_number
+from pipeschool.actions import Action, Schedule
+from pipeschool.arguments import whole_number
 
 
 def replicate(schedule: Schedule, lines: int) -> Schedule:

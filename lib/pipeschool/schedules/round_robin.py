@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from pipeschool.actions import Action, B, F, Schedule, whole_number, with_updates
+from pipeschool.actions import Action, B, F, Schedule, with_updates
+from pipeschool.arguments import whole_number
 
 
 def round_robin(
@@ -66,9 +67,9 @@ def _warm_ups(counts: Sequence[int], flushes: bool) -> list[int]:
     other at each of its many updates, so a stage beside one of another number needs some more.
     """
     warm_ups = [0]
-    for here, after in zip(counts[-2::-1], counts[:0:-1], strict=True):
-        waits = 0 if flushes or here == after else max(here, after) - 1
-        warm_ups.insert(0, math.ceil((after * (warm_ups[0] + 1) + waits) / here))
+    for own, after in zip(counts[-2::-1], counts[:0:-1], strict=True):
+        waits = 0 if flushes or own == after else max(own, after) - 1
+        warm_ups.insert(0, math.ceil((after * (warm_ups[0] + 1) + waits) / own))
     return warm_ups
 
 

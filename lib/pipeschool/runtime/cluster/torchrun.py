@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import peer_of
+from pipeschool.dependencies import peer_of
 from pipeschool.runtime.cluster.time import offset_to_worker_0
 from pipeschool.runtime.errors import Frame, RunError
 from pipeschool.runtime.host.failure import failure

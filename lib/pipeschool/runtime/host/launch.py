@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from pipeschool.actions import Schedule
 from pipeschool.checking import check
 from pipeschool.cost import recompute_table
-from pipeschool.lowering import lower, peer_of
+from pipeschool.dependencies import peer_of
+from pipeschool.lowering import lower
 from pipeschool.runtime.cluster import torchrun
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import modules_of, under_torchrun

@@ -14,7 +14,7 @@ import psutil
 from tqdm.auto import tqdm
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import peer_of
+from pipeschool.dependencies import peer_of
 from pipeschool.runtime.errors import RunError, RunStopped
 from pipeschool.runtime.host.job import Failure, Ready, Report
 from pipeschool.runtime.host.pool import Pool

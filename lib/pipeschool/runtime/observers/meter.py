@@ -8,11 +8,11 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from pipeschool.actions import Action
+from pipeschool.dependencies import used_by
 from pipeschool.memory import MemorySample
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.observers.live_bytes import LiveBytes, size_of
 from pipeschool.runtime.observers.observer import Observer
-from pipeschool.runtime.share import used_by
 from pipeschool.runtime.stages.stage import Stage
 
 

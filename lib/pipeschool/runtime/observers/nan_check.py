@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from pipeschool.actions import Action
+from pipeschool.dependencies import used_by
 from pipeschool.runtime.observers.observer import Observer
-from pipeschool.runtime.share import used_by
 
 
 class NanCheck(Observer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeschool.actions import Action
+from pipeschool.dependencies import used_by
 from pipeschool.runtime.observers.observer import Observer
-from pipeschool.runtime.share import used_by
 from pipeschool.runtime.wire.wire import Wire
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from pipeschool.actions import Schedule, whole_number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import whole_number
 from pipeschool.formats import from_csv
 
 SHIPPED = {  # a name like ours -> PyTorch's, and the chunks per worker where nobody asks

@@ -95,7 +95,7 @@ class StageWeights:
         A backward gets the tensors that its forward worked on: they collect the gradients.
         """
         used = self.ledger.used.get(action.microbatch)
-        number, _ = self.ledger.note(action)
+        number, _ = self.ledger.record(action)
         parameters = self.versions[number if used is None else used]
         self.in_use = Version(number, self.held, parameters)
         self._drop()
@@ -134,7 +134,7 @@ class StageWeights:
         if not self.hooks_allowed:
             self._refuse_hooks(action.stage)
         old = self.ledger.newest
-        number, _ = self.ledger.note(action)
+        number, _ = self.ledger.record(action)
         keep = self.ledger.holds(old) and not self.ledger.policy.in_place
         for name, parameter in self.current.items():
             parameter.grad = self.gradients.get(name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeschool.actions import Action, Schedule
-from pipeschool.lowering import message_of, peer_of, sender_of
+from pipeschool.dependencies import message_of, peer_of, sender_of
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.stages.stage import Tensors
 from pipeschool.runtime.wire.packet import Header, Packed

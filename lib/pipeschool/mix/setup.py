@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeschool.actions import Schedule, whole_number
-from pipeschool.cost import number
+from pipeschool.actions import Schedule
+from pipeschool.arguments import number, whole_number
 from pipeschool.schedules import build
 
 MIB, GIB, GB = 2**20, 2**30, 10**9
 
 
 @dataclass(frozen=True)
-class Model:
+class Transformer:
     """A Transformer of equal layers, with its word vectors at both ends.
 
     layers, hidden, sequence, vocabulary: numbers of each; 0 for a vocabulary leaves the ends out.
