@@ -8,7 +8,7 @@ two stages on different workers. An update waits for a number of microbatches, n
 
 One action at a time: `needs`, `hands_on`, `consumer`, `used_by`. For loops over long rows there are
 tables, which hold the same by (kind, stage) and by microbatch modulo `schedule.period`:
-`needs_table`, `handovers`. A table calls both kinds of backward B, as what they hand on is the same.
+`needs_table`, `handovers`. A table calls both kinds of backward B: they hand on the same.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def simulate(
     # that take turns at the stage have come to this update.
     arrival = {("F", 0, k): number("release", time) for k, time in enumerate(release)}
     latency, period = cost.latency, schedule.period
-    spans: list[tuple[int, Action, float, float, int, int, float]] = []
+    spans: list[tuple[int, Action, float, float, int, int, float, float]] = []
     for worker, action in order:
         kind, stage, microbatch = action
         step = steps[worker].get((kind, stage))
@@ -63,7 +63,7 @@ def simulate(
             left = wire.free = (wire.free if wire.free > end else end) + transfer
             arrival[letter, neighbour, microbatch] = left + latency
         version, alive = record(action)
-        spans.append((worker, action, start, end, version, alive, size))
+        spans.append((worker, action, start, end, version, alive, size, 0.0))
     return Trace(
         schedule.name,
         schedule.p,

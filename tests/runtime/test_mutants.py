@@ -124,11 +124,9 @@ def forgets_to_divide_by_m() -> None:
 
     backward = Stage.backward
 
-    def mistaken(
-        self: Stage, microbatch: int, version: Version, gradients: Tensors | float
-    ) -> Tensors:
+    def mistaken(self: Stage, microbatch: int, gradients: Tensors | float) -> Tensors:
         last = isinstance(gradients, float)
-        return backward(self, microbatch, version, 1.0 if last else gradients)
+        return backward(self, microbatch, 1.0 if last else gradients)
 
     Stage.backward = mistaken  # type: ignore[method-assign]
 

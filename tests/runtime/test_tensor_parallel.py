@@ -98,8 +98,8 @@ def test_every_process_of_a_worker_has_a_gpu_of_its_own_where_nccl_is_used(
     """NCCL refuses two processes on one GPU. No GPU is needed here: the jobs say who gets which."""
     jobs = []
 
-    def look(job, schedule, timeout, parts):
-        jobs.extend(job(w, "", n) for w in range(schedule.p) for n in range(parts))
+    def look(job, schedule, timeout, tensor_size, links, modules):
+        jobs.extend(job(process) for process in range(schedule.p * tensor_size))
         raise InterruptedError
 
     module = importlib.import_module("pipeschool.runtime.host.launch")

@@ -89,8 +89,8 @@ class RunOptions:
         own = isinstance(engine, type) and callable(getattr(engine, "run", None))
         if not own and not (isinstance(engine, str) and engine in ENGINES):
             raise ValueError(
-                f"engine must be one of {', '.join(ENGINES)}, or a class with a method run, not "
-                f"{engine!r}"
+                f"engine must be one of {', '.join(ENGINES)}, not {engine!r}; or an engine class "
+                "of your own, with a method run"
             )
         number("timeout", self.timeout, positive=True)
         for name, function, example in (

@@ -67,7 +67,7 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
         try:
             forkserver.ensure_running()
         finally:
-            del os.environ[PRELOAD]
+            os.environ.pop(PRELOAD, None)
     return context
 
 

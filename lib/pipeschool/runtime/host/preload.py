@@ -15,7 +15,7 @@ sys.path[:] = path or sys.path
 for name in modules:
     try:
         importlib.import_module(name)
-    except Exception:  # the worker that needs it will say what is wrong
+    except BaseException:  # the worker that needs it will say what is wrong
         sys.modules.pop(name, None)
 
 __all__ = ["pipeschool"]
