@@ -168,7 +168,7 @@ def test_what_is_predicted_not_to_fit_is_not_run() -> None:
     assert [p.value for p in found.probes][:1] == [2] == [p.value for p in refused][:1]
     assert all(p.why == "not run: predicted above 100 bytes" for p in refused)
     assert found.runs == len(asked) == len(found.probes) - len(refused)
-    assert "2             -           320  not run: predicted above 100 bytes" in str(found)
+    assert " 2           -     320  not run: predicted above 100 bytes" in str(found)
     assert str(found).endswith(f"{len(asked)} runs; trying every m would take 64")
 
 
@@ -337,7 +337,7 @@ def test_numbers_of_workers_without_a_schedule_are_skipped_and_named() -> None:
     assert [probe.value for probe in found.probes[2:]] == [2] == list(found.inner)
     assert found.best == found.probes[2] and found.best.throughput is not None
     assert found.sweep == 16
-    assert "3             -             -  not run: p must be even for chimera" in str(found)
+    assert "3           -       -  not run: p must be even for chimera" in str(found)
 
 
 def test_a_schedule_without_any_number_of_workers_is_refused_as_it_refuses() -> None:

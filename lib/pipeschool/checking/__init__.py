@@ -24,7 +24,6 @@ from pipeschool.checking.rows import (
     needs_from_own_row,
 )
 from pipeschool.checking.together import execution_order
-from pipeschool.lowering import lower
 
 MATCHING = ("in_order", "tag")
 
@@ -69,4 +68,4 @@ def checked_order(schedule: Schedule, matching: str = "in_order") -> Iterator[tu
     return execution_order(schedule, matching)
 
 
-__all__ = ["MATCHING", "IllegalSchedule", "check", "checked_order", "execution_order", "lower"]
+__all__ = ["MATCHING", "IllegalSchedule", "check", "checked_order", "execution_order"]
