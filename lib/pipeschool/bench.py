@@ -28,8 +28,8 @@ from tqdm import tqdm
 from pipeschool import draw
 from pipeschool.arguments import whole_number
 from pipeschool.runtime.clock import sleep_until
-from pipeschool.runtime.host.launch import launch
 from pipeschool.runtime.host.result import Result
+from pipeschool.runtime.launch import launch
 from pipeschool.runtime.options import RunOptions
 from pipeschool.runtime.torch_engine.engine import Torch1F1B, TorchGPipe
 from pipeschool.schedules import build

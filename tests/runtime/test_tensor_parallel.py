@@ -102,7 +102,7 @@ def test_every_process_of_a_worker_has_a_gpu_of_its_own_where_nccl_is_used(
         jobs.extend(job(process) for process in range(schedule.p * tensor_size))
         raise InterruptedError
 
-    module = importlib.import_module("pipeschool.runtime.host.launch")
+    module = importlib.import_module("pipeschool.runtime.launch")
     monkeypatch.setattr(module, "on_this_machine", look)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)

@@ -52,7 +52,7 @@ def run(
     chosen = options_of("run", options)
     schedule = with_weights(schedule, weights)
     start_early()
-    from pipeschool.runtime.host.launch import launch
+    from pipeschool.runtime.launch import launch
 
     return launch(schedule, stages, batches, chosen, called)
 

@@ -90,8 +90,8 @@ def train(
 
     chosen = options_of("train", options)
     from pipeschool.runtime.cluster import torchrun
-    from pipeschool.runtime.host.launch import launch
     from pipeschool.runtime.host.result import load
+    from pipeschool.runtime.launch import launch
 
     if chosen.tensor_parallel > 1:
         raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")

@@ -20,5 +20,6 @@ class History(Observer):
     def after(self, action: Action) -> None:
         """An update has been made."""
         if action.kind == "U":
-            new = self.weights[action.stage].in_use.parameters
-            self.after_updates[action.stage].append(on_cpu(new))
+            weights = self.weights[action.stage]
+            newest = weights.versions[weights.ledger.newest]
+            self.after_updates[action.stage].append(on_cpu(newest))

@@ -36,7 +36,7 @@ class Recorder(Observer):
         if action.is_message:
             number, held, size = 0, 1, self.wire.last.bytes if self.wire else 0
         else:
-            number, held, _ = self.weights[action.stage].in_use
+            number, held = self.weights[action.stage].in_use
             size = 0
         waited = self.core_wait.since_last()
         self.noted.append((action, self.start, end, number, held, size, waited))

@@ -87,7 +87,9 @@ class StageWeights:
         self.versions: dict[int, Parameters] = {0: self._view()}
         self.gradients: Parameters = {}  # of the update to come
         self.last_gradients: Parameters = {}  # of the last update
-        self.in_use = Version(0, 1, self.versions[0])  # what the last action here worked on or made
+        # The number of the version that the last action here worked on or made, and how many there
+        # were; not the version, which may be dropped.
+        self.in_use = 0, 1
 
     def use(self, action: Action) -> Version:
         """The version that a forward or backward works on; drops those needed no longer.
@@ -97,9 +99,10 @@ class StageWeights:
         used = self.ledger.used.get(action.microbatch)
         number, _ = self.ledger.record(action)
         parameters = self.versions[number if used is None else used]
-        self.in_use = Version(number, self.held, parameters)
+        version = Version(number, self.held, parameters)
+        self.in_use = version[:2]
         self._drop()
-        return self.in_use
+        return version
 
     def lend(self, version: Version) -> None:
         """Before a backward on `version`: let autograd add to the gradients of the next update."""
@@ -151,8 +154,9 @@ class StageWeights:
         self.last_gradients, self.gradients = self.gradients, {}
         self.versions[number] = self._view()
         self._drop()
-        self.in_use = Version(number, self.held, self.versions[number])
-        return self.in_use
+        version = Version(number, self.held, self.versions[number])
+        self.in_use = version[:2]
+        return version
 
     def _refuse_hooks(self, stage: int) -> None:
         """ValueError where somebody listens to a gradient, and might hear it twice or not at all:
