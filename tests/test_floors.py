@@ -27,6 +27,7 @@ FLOORS = {
     "versions": 2,
     "cost": 2,
     "trace": 2,
+    "lateness": 3,
     "schedules": 3,
     "lowering": 3,
     "checking": 4,

@@ -13,6 +13,7 @@ from pipeschool.actions import Action, B, F, I, IllegalSchedule, Schedule, U, W
 from pipeschool.checking import check
 from pipeschool.cost import Cost
 from pipeschool.greedy_schedule import greedy
+from pipeschool.lateness import delays, why_late
 from pipeschool.lowering import lower
 from pipeschool.optimal import par
 from pipeschool.runtime import RunError, RunStopped, profile, run, train
@@ -71,6 +72,7 @@ __all__ = [
     "build",
     "check",
     "chimera",
+    "delays",
     "forward_only",
     "dualpipe_v",
     "eager_1f1b",
@@ -90,6 +92,7 @@ __all__ = [
     "run",
     "simulate",
     "train",
+    "why_late",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -93,7 +93,8 @@ def work(
     )
     meter = Meter(stages, share.mail, clock) if options.memory else None
     history = History(weights)
-    recorder = Recorder(worker, clock, weights, wire)
+    pace = Pace(job.pace or {})
+    recorder = Recorder(worker, clock, weights, wire, pace.woken_late)
     position = Position(board, process, share.row)
     share.observers = [position, *([meter] if meter else []), recorder]
     if job.link and wire:
@@ -101,7 +102,7 @@ def work(
             DeclaredLink(job.link, wire, clock, partial(on_link.__setitem__, process))
         )
     if job.pace:
-        share.observers.append(Pace(job.pace))
+        share.observers.append(pace)
     inner: list[Observer] = []
     if wire:
         inner.append(Packer(share.mail, wire))

@@ -9,6 +9,8 @@ from pipeschool.actions import Action
 from pipeschool.runtime.clock import sleep_until
 from pipeschool.runtime.observers.observer import Observer
 
+ORDINARY = 0.0005  # seconds by which a machine with nothing else to do may wake a worker late
+
 
 class Pace(Observer):
     """seconds: declared, by kind of action and stage. What is not declared takes what it takes.
@@ -20,6 +22,7 @@ class Pace(Observer):
     def __init__(self, seconds: Mapping[str, Sequence[float]]):
         self.seconds = seconds
         self.started = 0.0
+        self.late = 0.0
 
     def before(self, action: Action) -> None:
         """The time runs from here: the input is in hand."""
@@ -27,5 +30,15 @@ class Pace(Observer):
 
     def after(self, action: Action) -> None:
         """Wait for what is left."""
-        if action.kind in self.seconds:
-            sleep_until(self.started + self.seconds[action.kind][action.stage])
+        self.late = 0.0
+        if action.kind not in self.seconds:
+            return
+        until = self.started + self.seconds[action.kind][action.stage]
+        if time.perf_counter() < until:
+            sleep_until(until)
+            self.late = time.perf_counter() - until
+
+    def woken_late(self) -> float:
+        """By how many seconds the machine woke this worker too late from the last action's wait,
+        beyond what is ordinary. Where the work itself took too long, nobody was woken."""
+        return max(self.late - ORDINARY, 0.0)

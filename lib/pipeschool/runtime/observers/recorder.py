@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pipeschool.actions import Action
 from pipeschool.runtime.clock import Clock, CoreWait, Mark
@@ -13,11 +13,18 @@ from pipeschool.trace import Span
 
 
 class Recorder(Observer):
-    """The spans of one worker. weights: of its stages; they know which version was used."""
+    """The spans of one worker. weights: of its stages; they know which version was used.
+    woken_late: says by how much the machine was late to end the wait of a paced action."""
 
     def __init__(
-        self, worker: int, clock: Clock, weights: Mapping[int, StageWeights], wire: Wire | None
+        self,
+        worker: int,
+        clock: Clock,
+        weights: Mapping[int, StageWeights],
+        wire: Wire | None,
+        woken_late: Callable[[], float] = lambda: 0.0,
     ):
+        self.woken_late = woken_late
         self.worker = worker
         self.clock = clock
         self.weights = weights
@@ -38,7 +45,7 @@ class Recorder(Observer):
         else:
             number, held = self.weights[action.stage].in_use
             size = 0
-        waited = self.core_wait.since_last()
+        waited = max(self.core_wait.since_last(), self.woken_late())
         self.noted.append((action, self.start, end, number, held, size, waited))
 
     def spans(self) -> tuple[list[Span], list[Span]]:

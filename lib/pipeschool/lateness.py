@@ -1,0 +1,195 @@
+"""By how much a run missed its prediction, and why.
+
+An action starts when its worker is free and its input is there. Everything after that moment is a
+delay, and the clocks say whose: of the delivery, of the worker itself between two actions, or of
+the machine, where something else had the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeschool.actions import Action
+from pipeschool.dependencies import used_by
+from pipeschool.trace import Span, Trace
+
+DISTURBED = 0.02  # share of the prediction: from here on the machine was busy with something else
+
+
+class Delay(NamedTuple):
+    """What held up one action, in seconds.
+
+    after: what it had to wait for last, on its own worker or another; None where for nothing.
+    delivery: from the end of what made its input, on another worker, to its own start, where its
+    worker was free by then. busy: for which its input was there, or on its way, while its worker
+    still did something else; that is no loss. between: from the end of its worker's action before
+    it, where its input was made by then. machine: for which its worker was kept waiting by
+    something else, in its own time and before it.
+    """
+
+    span: Span
+    after: Span | None
+    delivery: float
+    busy: float
+    between: float
+    machine: float
+
+
+def delays(trace: Trace) -> list[Delay]:
+    """One for each action of a measured or simulated trace, worker by worker."""
+    made_by = {used_by(s.action): s for s in trace.spans if s.action.kind in ("F", "B", "I")}
+    waits = _kept_waiting(trace)
+    begin = min((span.start for span in trace.spans), default=0.0)
+    found = []
+    for row in trace.rows:
+        before: Span | None = None
+        for span in row:
+            source = made_by.get(_input_of(span.action))
+            if source and source.worker == span.worker:
+                source = None
+            free, made = before.end if before else begin, source.end if source else begin
+            late = source is not None and made > free
+            gap = span.start - max(free, made)
+            found.append(
+                Delay(
+                    span,
+                    source if late else before,
+                    delivery=gap if late else 0.0,
+                    busy=max(free - made, 0.0) if source else 0.0,
+                    between=0.0 if late else gap,
+                    machine=waits[span],
+                )
+            )
+            before = span
+    return found
+
+
+def _input_of(action: Action) -> Action:
+    """The name under which `used_by` knows what `action` uses."""
+    if action.kind in ("W", "U"):  # these take what their own worker has made
+        return Action("", -1, -1)
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+def _kept_waiting(trace: Trace) -> dict[Span, float]:
+    """For each span the time for which something else had its worker's core, in it or in the
+    messages since the action before it."""
+    waits = {}
+    for worker, row in enumerate(trace.rows):
+        messages = [m for m in trace.messages if m.worker == worker]
+        place = 0
+        for span in row:
+            waits[span] = span.waited
+            while place < len(messages) and messages[place].end <= span.start:
+                waits[span] += messages[place].waited
+                place += 1
+    return waits
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Where the time went, on the chain of actions that made a run as long as it was: each started
+    when the one before it, on its own worker or another, let it.
+
+    predicted, measured: seconds of the whole run. work: by how much the actions of that chain took
+    longer than predicted, late wake-ups included. delivery: how long its messages were under way,
+    beyond what was predicted. between: what its workers needed from one action to the next.
+    machine: of these three, the part for which something else had a worker's core. chain: the
+    actions. paced: whether stages or messages waited out a declared time.
+
+    What could come out otherwise: none of these is set, all are differences of times that clocks
+    have shown.
+    """
+
+    predicted: float
+    measured: float
+    work: float
+    delivery: float
+    between: float
+    machine: float
+    chain: tuple[Action, ...]
+    paced: bool
+
+    @property
+    def share(self) -> float:
+        """By how much the run was longer than predicted, as a share of the prediction."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def disturbed(self) -> bool:
+        """Did the machine keep workers waiting for longer than DISTURBED of the prediction?"""
+        return self.machine > DISTURBED * self.predicted
+
+    def __str__(self) -> str:
+        over = f"{abs(self.share):.1%} {'over' if self.share >= 0 else 'under'} the prediction"
+        how = "measured, paced" if self.paced else "measured"
+        if self.disturbed:
+            return (
+                f"{how}: {over}, of which {self.machine / self.predicted:.1%} is a worker that the "
+                "machine kept waiting: run it again"
+            )
+        parts = ", ".join(
+            f"{name} {seconds / self.predicted:+.1%}"
+            for name, seconds in (
+                ("actions", self.work),
+                ("messages", self.delivery),
+                ("between actions", self.between),
+            )
+        )
+        return f"{how}: {over} ({parts})"
+
+
+def why_late(predicted: Trace, measured: Trace) -> Lateness:
+    """By how much `measured` took longer than `predicted`, and where that time went.
+
+    Both must be of the same schedule: ValueError where they do not have the same actions.
+    """
+    expected = {(span.worker, span.action): span for span in predicted.spans}
+    if expected.keys() != {(span.worker, span.action) for span in measured.spans}:
+        raise ValueError(
+            f"a run can only be held against a prediction of the same actions: {predicted.name}, "
+            f"p={predicted.p}, m={predicted.m} has {len(predicted.spans)}, and {measured.name}, "
+            f"p={measured.p}, m={measured.m} has {len(measured.spans)}, not all the same"
+        )
+    if predicted.makespan <= 0:
+        raise ValueError("the prediction takes no time: give its Cost the seconds of the run")
+    known = {delay.span: delay for delay in delays(measured)}
+    transit = _declared_transit(predicted)
+    work = delivery = between = machine = 0.0
+    chain = []
+    span: Span | None = max(measured.spans, key=lambda s: s.end)
+    while span:
+        delay = known[span]
+        late = span.seconds - expected[span.worker, span.action].seconds
+        on_way = delay.delivery
+        if delay.after and delay.after.worker != span.worker:
+            on_way -= transit.get((delay.after.worker, span.worker), 0.0)
+        work, delivery, between = work + late, delivery + on_way, between + delay.between
+        machine += min(delay.machine, max(late + on_way + delay.between, 0.0))
+        chain.append(span.action)
+        span = delay.after
+    return Lateness(
+        predicted.makespan,
+        measured.makespan,
+        work,
+        delivery,
+        between,
+        machine,
+        tuple(reversed(chain)),
+        "paced" in measured.label,
+    )
+
+
+def _declared_transit(predicted: Trace) -> Mapping[tuple[int, int], float]:
+    """How long a message is under way in a prediction, from worker to worker: the least of all,
+    since the others may have waited for a busy worker or a busy link."""
+    found: dict[tuple[int, int], float] = {}
+    made_by = {used_by(s.action): s for s in predicted.spans if s.action.kind in ("F", "B", "I")}
+    for span in predicted.spans:
+        source = made_by.get(_input_of(span.action))
+        if source and source.worker != span.worker:
+            way = source.worker, span.worker
+            found[way] = min(found.get(way, float("inf")), span.start - source.end)
+    return found
