@@ -28,6 +28,7 @@ from pipeschool.runtime.host.requirements import (
     check_stages,
     choose_device,
     pace_table,
+    refuse_with_own_engine,
     refuse_with_tensor_parallel,
 )
 from pipeschool.runtime.host.result import Result, State, load, put_together
@@ -73,6 +74,7 @@ def launch(
     own_messages = getattr(engine, "own_messages", False)
     if own_messages:
         refuse(given, stages, inputs, targets, options, backend, devices)
+    refuse_with_own_engine(options)
     if options.tensor_parallel > 1:
         check_plan(list(stages), options.tensor_plan)
         refuse_with_tensor_parallel(options, own_messages)

@@ -35,7 +35,8 @@ class Share:
 
     A `Stage` does the forward and backward work, with weight versions and recomputation. A class
     of your own may also work on ``stages[s].module`` with autograd as it is: what it leaves in the
-    ``.grad`` of the parameters is what `update` takes. Losses belong into `losses`, by microbatch.
+    ``.grad`` of the parameters is what `update` takes, where a schedule flushes and no stage
+    recomputes. Losses belong into `losses`, by microbatch.
 
     worker: the number of this one. schedule: lowered, for all batches. stages: those that are here,
     by number. inputs, targets: by microbatch, where the first or last stage is here. loss_weights:
@@ -104,8 +105,18 @@ class Share:
 
     def update(self, action: Action) -> None:
         """New weights for a stage."""
-        for stage in self.stages.values():
-            stage.weights.collect_from_parameters()
+        # Parameters that stages share are summed at the first update here, when all are complete.
+        ready = (
+            self.stages.values() if self.sums and self.sums.ties else [self.stages[action.stage]]
+        )
+        for stage in ready:
+            left = stage.weights.collect_from_parameters()
+            if left and (stage.recompute or not self.schedule.synchronous):
+                what = "recomputes" if stage.recompute else "has several weight versions"
+                raise ValueError(
+                    f"stage {stage.index} {what}, which an engine gets from `stages[s].forward` "
+                    "and `stages[s].backward` alone: this one has worked on the module directly"
+                )
         if self.sums:
             self.sums.before(action)
         self.stages[action.stage].weights.update(action)

@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeschool.actions import COMPUTE_KINDS, Schedule
 from pipeschool.cost import Cost
+from pipeschool.runtime.engine import Engine
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.options import Pace, RunOptions
 
@@ -47,6 +48,21 @@ def choose_device(device: str, processes: int) -> tuple[str, list[str]]:
         ] * processes  # each machine counts its own
     backend = "nccl" if gpus >= processes and torch.distributed.is_nccl_available() else "gloo"
     return backend, [f"cuda:{number % gpus}" for number in range(processes)]
+
+
+def refuse_with_own_engine(options: RunOptions) -> None:
+    """ValueError for what looks into our engine's mail, where the caller's is not based on it."""
+    engine = options.engine
+    own_messages = getattr(engine, "own_messages", False)
+    if isinstance(engine, str) or issubclass(engine, Engine) or own_messages:
+        return
+    for name, asked in (("nan_check", options.nan_check), ("memory", options.memory)):
+        if asked:
+            raise ValueError(
+                f"{name}=True looks at what passes through `Engine`, and {engine.__name__} "
+                "is an engine of its own: leave it out, or base the class on "
+                "pipeschool.runtime.engine.Engine"
+            )
 
 
 def refuse_with_tensor_parallel(options: RunOptions, own_messages: bool) -> None:

@@ -117,6 +117,7 @@ def work(
     clock.start()
     with meter.live if meter else nullcontext():
         engine.run()
+    refuse_unfinished(engine, share, recorder)
     position.move_to(len(share.row))
     if wire:
         wire.flush()
@@ -133,6 +134,14 @@ def make_stage(job: Job, worker: int, index: int) -> Stage:
     if index in job.restore:
         weights.restore(job.restore[index])
     return Stage(index, module, weights, job.recompute[index])
+
+
+def refuse_unfinished(engine: object, share: Share, recorder: Recorder) -> None:
+    """ValueError where an engine has not done its whole row, without a word."""
+    done = {action for action, *_ in recorder.noted}
+    for action in share.row:
+        if action not in done and not (action.is_message and share.wire is None):
+            raise ValueError(f"{type(engine).__name__} has not done {action}")
 
 
 def report_of(share: Share, recorder: Recorder, history: History, meter: Meter | None) -> Report:

@@ -128,9 +128,13 @@ class StageWeights:
             self.gradients[name] = gradient
             parameter.grad = None
 
-    def collect_from_parameters(self) -> None:
-        """Collect what an engine has left in the ``.grad`` of the parameters themselves."""
-        self.collect(Version(self.ledger.newest, 1, self.current), ())
+    def collect_from_parameters(self) -> bool:
+        """Collect what an engine has left in the ``.grad`` of the parameters themselves; was there
+        anything?"""
+        left = any(parameter.grad is not None for parameter in self.current.values())
+        if left:
+            self.collect(Version(self.ledger.newest, 1, self.current), ())
+        return left
 
     def update(self, action: Action) -> Version:
         """One optimizer step on the gradients collected; it makes the newest version."""

@@ -43,7 +43,7 @@ def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], options: RunOptions)
         ("needs an update in which all its gradients meet", not schedule.synchronous),
         ("does not go with several workers per stage", bool(schedule.replicas)),
         ("does not go with tensor_parallel", options.tensor_parallel > 1),
-        ("does not go with engine='torch'", options.engine != "pipeschool"),
+        ("does not go with engine='torch'", options.engine == "torch"),
         ("does not go with clip_norm, which is each stage's own", bool(options.clip_norm)),
     ):
         if so:
