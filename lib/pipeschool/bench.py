@@ -22,11 +22,14 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from pipeschool import draw
 from pipeschool.arguments import whole_number
+from pipeschool.dependencies import sender_of
+from pipeschool.lateness import delays
 from pipeschool.runtime.clock import sleep_until
 from pipeschool.runtime.host.result import Result
 from pipeschool.runtime.launch import launch
@@ -41,9 +44,12 @@ RUNTIME = "PyTorch, our schedule"  # its runtime, from our schedule file
 CLASS = "PyTorch, its own"  # the loops of Schedule1F1B and ScheduleGPipe
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 CLASSES = {"1f1b": Torch1F1B, "gpipe": TorchGPipe}  # the engines that run PyTorch's loops
+YARDSTICK = "yardstick"  # what a case names in its aim
 PACE = (0.005, 0.010)  # seconds of a forward and of a backward
 LAYER = 8  # width of a stage's only layer: next to no work
 BATCHES = 3  # in a run; the first is not timed, and the median of the others counts
+LARGE = 4_000_000  # bytes of a large message
+SENDS = 40
 SIMULATED = 8, 2000  # workers and microbatches
 DRAWN = 8, 32
 
@@ -136,9 +142,17 @@ def bench(
 def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
     """What is measured, and how."""
     cases = []
-    ideal = (m + p - 1) * sum(pace)
+    slowly = (4 * pace[0], 4 * pace[1])
 
-    def of_engines(key: str, title: str, unit: str, target: str, measure: Any, name: str) -> None:
+    def of_engines(
+        key: str,
+        title: str,
+        unit: str,
+        target: str,
+        measure: Any,
+        name: str,
+        yardstick: Callable[[], float] | None = None,
+    ) -> None:
         engines: dict[str, str | type[Any]] = {
             OURS: "pipeschool",
             CLASS: CLASSES[name],
@@ -148,28 +162,50 @@ def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
             label: partial(measure, partial(run_on, engine, name, p, m))
             for label, engine in engines.items()
         }
+        if yardstick:
+            run[YARDSTICK] = yardstick
         cases.append(Case(f"{key}.{name}", title, unit, run, target))
 
-    def paced(run: Callable[..., Result]) -> float:
-        return batch_seconds(run(plain_stages(p), pace).trace) / ideal
+    def ideal(pace: tuple[float, float]) -> float:
+        return (m + p - 1) * sum(pace)
+
+    def paced(run: Callable[..., Result], pace: tuple[float, float]) -> float:
+        return batch_seconds(run(plain_stages(p), pace).trace) / ideal(pace)
 
     def sleeping(run: Callable[..., Result]) -> float:
-        return batch_seconds(run([Sleeper(*pace) for _ in range(p)]).trace) / ideal
+        return batch_seconds(run([Sleeper(*pace) for _ in range(p)]).trace) / ideal(pace)
 
     def tiny(run: Callable[..., Result]) -> float:
         return 1000 * batch_seconds(run(plain_stages(p)).trace) / (2 * p * m)
 
+    def small(run: Callable[..., Result]) -> float:
+        return 1000 * delivery_seconds(run(plain_stages(p), pace).trace)
+
+    def large(run: Callable[..., Result]) -> float:
+        return 1000 * delivery_seconds(run([Wide(s, p) for s in range(p)], slowly).trace)
+
     def start(run: Callable[..., Result]) -> float:
         return run(plain_stages(p)).start_seconds
 
+    aims = {pace: "at most 1.05", slowly: "at most 1.015"}
+    for seconds, aim in aims.items():
+        times = f"{1000 * seconds[0]:g}/{1000 * seconds[1]:g} ms"
+        key = f"paced.{1000 * seconds[0]:g}"
+        for name, title in SCHEDULES.items():
+            measure = partial(paced, pace=seconds)
+            of_engines(key, f"{title}, paced {times}", "time / ideal", aim, measure, name)
     for name, title in SCHEDULES.items():
-        of_engines("paced", f"{title}, paced", "time / ideal", "at most 1.03", paced, name)
+        aim = "at most 1.08"
+        of_engines("sleeping", f"{title}, stages that sleep", "time / ideal", aim, sleeping, name)
+    aim = "at most 0.3, and half of the yardstick: one gloo send"
+    of_engines("message", "small message", "ms to the next action", aim, small, "1f1b", gloo_ms)
+    aim = "at most the yardstick: two copies and 0.3 ms"
+    of_engines("large", "4 MB message", "ms to the next action", aim, large, "1f1b", two_copies_ms)
     for name, title in SCHEDULES.items():
-        of_engines("sleeping", f"{title}, stages that sleep", "time / ideal", "", sleeping, name)
-    for name, title in SCHEDULES.items():
-        goal = "at most half of PyTorch's"
-        of_engines("overhead", f"{title}, overhead", "ms per action", goal, tiny, name)
-    of_engines("start", "start-up", "seconds to the first action", "", start, "1f1b")
+        aim = "at most a third of PyTorch's own"
+        of_engines("overhead", f"{title}, overhead", "ms per action", aim, tiny, name)
+    aim = "at most 0.1"
+    of_engines("start", "start-up", "seconds to the first action", aim, start, "1f1b")
     fast = {OURS: simulated_per_second}
     cases.append(Case("simulator", "simulator", "actions per second", fast, "at least 300,000"))
     cases.append(Case("chart", "chart", "seconds to draw", {OURS: chart_seconds}))
@@ -220,6 +256,41 @@ class Sleeper(nn.Module):
         return y
 
 
+class Wide(nn.Module):
+    """A stage that hands on 4 MB for each microbatch, and gets 4 MB of gradients back."""
+
+    def __init__(self, stage: int, stages: int):
+        super().__init__()
+        self.layer = nn.Linear(LAYER, LAYER)
+        self.last = stage == stages - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer on the first columns; as many more as make the message large."""
+        y: Tensor = self.layer(x[:, :LAYER])
+        return y if self.last else y.repeat(1, LARGE // (2 * 4 * LAYER))  # 2 samples of 4 bytes
+
+
+class BareGloo:
+    """An engine that only passes messages: one number with a plain gloo send, to a worker that has
+    waited for 5 ms."""
+
+    own_messages = True
+
+    def __init__(self, share: Any):
+        self.share = share
+
+    def run(self) -> None:
+        """The forwards of stage 0 sleep, and what they would hand on is one number."""
+        number = torch.zeros(1)
+        for action in self.share.actions():
+            if action.kind == "SEND_F":
+                dist.send(number, 1)
+            elif action.kind == "RECV_F":
+                dist.recv(number, 0)
+            elif action.kind == "F" and action.stage == 0:
+                time.sleep(0.005)
+
+
 class InBackward(torch.autograd.Function):
     """Identity whose backward calls something."""
 
@@ -246,6 +317,49 @@ def batch_seconds(trace: Trace) -> float:
             found.setdefault(batch, []).append((span.start, span.end))
     del found[0]
     return median(max(e for _, e in times) - min(s for s, _ in times) for times in found.values())
+
+
+def delivery_seconds(trace: Trace) -> float:
+    """From the end of an action to the start of the one, on another worker, that waited for what it
+    made: the median over a run, but for the first batch."""
+    found = [
+        delay.delivery
+        for delay in delays(trace)
+        if delay.delivery and delay.span.action.microbatch >= trace.m
+    ]
+    return median(found)
+
+
+def gloo_ms() -> float:
+    """One way with a bare gloo send, from its start to the end of the receive; milliseconds."""
+    called = time.perf_counter()
+    batch = torch.ones(SENDS, LAYER)
+    options = RunOptions(device="cpu", engine=BareGloo)
+    trace = launch(
+        build("gpipe", 2, SENDS), plain_stages(2), [(batch, batch)], options, called
+    ).trace
+    times = {message.action: message for message in trace.messages}
+    ways = [
+        received.end - times[sender_of(action)].start
+        for action, received in times.items()
+        if action.kind == "RECV_F"
+    ]
+    return 1000 * median(ways)
+
+
+def two_copies_ms() -> float:
+    """Twice a copy of 4 MB, each after a pause, as a worker makes it; and 0.3 ms; milliseconds."""
+    source = torch.ones(LARGE // 4)
+    copy, times = torch.empty_like(source), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(SENDS):
+            time.sleep(0.005)
+            times.append(timeit.timeit(lambda: copy.copy_(source), number=1))
+    finally:
+        torch.set_num_threads(threads)
+    return 2000 * median(times) + 0.3
 
 
 def simulated_per_second() -> float:

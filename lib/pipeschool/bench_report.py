@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from pipeschool.bench import BATCHES, CLASS, DRAWN, OURS, RUNTIME, SIMULATED, Benchmark, Case
+from pipeschool.bench import (
+    BATCHES,
+    CLASS,
+    DRAWN,
+    OURS,
+    RUNTIME,
+    SIMULATED,
+    YARDSTICK,
+    Benchmark,
+    Case,
+)
 from pipeschool.draw.style import COLOURS, WIDTH, Chart, house_style
 
-HATCHES = {OURS: "", CLASS: "", RUNTIME: "///"}
-FILLS = {OURS: COLOURS["F"], CLASS: COLOURS["B"], RUNTIME: "white"}
+HATCHES = {OURS: "", CLASS: "", RUNTIME: "///", YARDSTICK: ""}
+FILLS = {OURS: COLOURS["F"], CLASS: COLOURS["B"], RUNTIME: "white", YARDSTICK: "0.8"}
 
 
 def lines(benchmark: Benchmark) -> list[list[str]]:
     """The table: a head, then one line per case with medians and, in brackets, ratios."""
-    rows = [["", OURS, CLASS, RUNTIME, "unit", "aim"]]
+    rows = [["", OURS, CLASS, RUNTIME, YARDSTICK, "unit", "aim"]]
     for case in benchmark.cases:
         cells = [case.title, number(case.medians[OURS])]
-        for name in (CLASS, RUNTIME):
+        for name in (CLASS, RUNTIME, YARDSTICK):
             known = name in case.medians
             cells.append(f"{number(case.medians[name])} ({case.ratios[name]:.2f})" if known else "")
         rows.append([*cells, case.unit, case.target])
@@ -64,20 +74,26 @@ In brackets: our number over PyTorch's. For all but the simulator, smaller is be
 **Who takes part.** *{CLASS}*: the classes `Schedule1F1B` and `ScheduleGPipe`, with their own
 loops. *{RUNTIME}*: PyTorch's runtime, which has read our schedule file and added the messages
 itself; this is what `ps.run(..., engine="torch")` does. All three run in the same worker processes,
-on gloo, with the same stages, data and clock, one after the other, in another order each round.
+with the same stages, data and clock, one after the other, in another order each round. PyTorch's
+messages go over gloo, ours over sockets and shared memory of this machine.
 
 **What is timed.** A run does {BATCHES} batches. The first is left out for everybody; of the others
 the median counts, from the first start to the last end of an action. PyTorch learns the shapes of
 its messages before the first batch: that is part of its start-up, not of these times.
 
-**Paced.** Every stage declares {forward} ms for a forward and {backward} ms for a backward, does
-its tiny work, and waits until that time is over. Ideal is (m + p - 1)({forward} + {backward}) ms.
-In our engine the declared time starts when the worker was free and its input had left the sender,
-as on a device that starts by itself: what the processes need to pass a message on and to wake up is
-part of it. PyTorch's stage can only wait inside itself, so there that comes on top.
+**Paced.** Every stage declares so many ms for a forward and for a backward ({forward} and
+{backward}, then four times as long). It does its tiny work, and ends no earlier than this time after its input
+was in hand; the same rule, and the same observer in our workers, for all engines. Ideal is
+(m + p - 1)(forward + backward). What comes on top is messages, late wake-ups, and what an engine
+does between two actions. All times are read from the host's clock.
 
-**Stages that sleep.** The same without that difference: the stage itself sleeps for as long, in its
-forward and in its backward, and no engine knows.
+**Stages that sleep.** The stage itself sleeps for {forward} and {backward} ms, in its forward and
+in its backward, and no engine knows.
+
+**Messages.** From the end of an action to the start of the one, on another worker, that waited for
+what it made: the median over all such pairs of a paced run. The *yardstick* of a small message is a
+bare gloo send of one number to a receiver that has waited for 5 ms; that of 4 MB is twice a copy of
+4 MB in memory, and 0.3 ms.
 
 **Overhead.** Stages with next to nothing to do, unpaced: the time of a batch over its number of
 forwards and backwards, those of all workers together.

@@ -51,7 +51,7 @@ def run(
     called = time.perf_counter()
     chosen = options_of("run", options)
     schedule = with_weights(schedule, weights)
-    start_early()
+    start_early(chosen.modules_for(stages))
     from pipeschool.runtime.launch import launch
 
     return launch(schedule, stages, batches, chosen, called)

@@ -20,7 +20,7 @@ from pipeschool.dependencies import peer_of
 from pipeschool.lowering import lower
 from pipeschool.runtime.cluster import torchrun
 from pipeschool.runtime.host.batches import fit_batches
-from pipeschool.runtime.host.fork_server import modules_of, under_torchrun
+from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
 from pipeschool.runtime.host.pool import Pool
 from pipeschool.runtime.host.requirements import (
@@ -119,8 +119,7 @@ def launch(
         }
         reports = torchrun.take_part(job, schedule, patience, same)
     else:
-        used = [m for stage in stages for m in stage.modules()]
-        modules = modules_of([*used, options.loss, options.optimizer, options.scheduler, engine])
+        modules = options.modules_for(stages)
         links = links_of(schedule, options.tensor_parallel) if carrier == "local" else set()
         reports = on_this_machine(job, schedule, patience, options.tensor_parallel, links, modules)
     result = put_together(schedule, reports, carrier, devices, options.paced, called)

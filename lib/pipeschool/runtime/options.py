@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.arguments import number, whole_number
+from pipeschool.runtime.own_modules import modules_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,6 +118,12 @@ class RunOptions:
     def paced(self) -> bool:
         """Do actions or messages wait out a declared time?"""
         return self.pace is not None or self.latency > 0 or self.bandwidth < math.inf
+
+    def modules_for(self, stages: object) -> list[str]:
+        """The modules that a worker needs for `stages` and the functions and class given here."""
+        listed = list(stages) if isinstance(stages, Iterable) else []
+        layers = [m for s in listed if hasattr(s, "modules") for m in s.modules()]
+        return modules_of([*layers, self.loss, self.optimizer, self.scheduler, self.engine])
 
 
 def options_of(function: str, given: Mapping[str, Any]) -> RunOptions:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
+
+from pipeschool.runtime.own_modules import own_files
 
 AVAILABLE = "forkserver" in multiprocessing.get_all_start_methods()
 PRELOAD = "PIPESCHOOL_PRELOAD"  # environment variable: what `preload` imports
@@ -31,10 +30,11 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def start_early() -> None:
-    """Where workers are ours to start: let the server import torch while the caller does."""
+def start_early(modules: Iterable[str] = ()) -> None:
+    """Where workers are ours to start: let the server import while the caller does something else,
+    such as importing torch."""
     if not under_torchrun():
-        start_fork_server()
+        start_fork_server(modules)
 
 
 class Preloaded:
@@ -77,32 +77,3 @@ def stop_fork_server() -> None:
     stop = getattr(forkserver._forkserver, "_stop", None)
     if stop is not None:
         stop()
-
-
-def modules_of(objects: Iterable[object]) -> list[str]:
-    """The modules that define the classes and functions of `objects`, as far as a worker would have
-    to import them: not those of Python, torch or pipeschool, nor a notebook's own."""
-    found: dict[str, None] = {}
-    for item in objects:
-        name = getattr(item, "__module__", None) or type(item).__module__
-        module = sys.modules.get(name)
-        top = name.partition(".")[0]
-        importable = getattr(module, "__spec__", None) is not None
-        if importable and top not in ("torch", "pipeschool", *sys.stdlib_module_names):
-            found[name] = None
-    return sorted(found)
-
-
-def own_files() -> dict[str, float]:
-    """The files that the user's own modules came from, each with the time of its last change.
-    Those of Python and of installed packages are taken to stay as they are."""
-    installed = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
-    files = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not file.startswith((*installed, sys.prefix)):
-            try:
-                files[file] = Path(file).stat().st_mtime
-            except OSError:
-                continue
-    return files
