@@ -12,6 +12,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.xdist_group("nbgrader")  # they share a class
+
 ROOT = Path(__file__).resolve().parents[2]
 UNIT, TOPIC = "01_synchronous_bubble", "synchronous_bubble"
 

@@ -10,6 +10,8 @@ from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.launch import choose_device
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("alone")
+
 GPUS = torch.cuda.device_count()
 
 

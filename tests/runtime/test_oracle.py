@@ -32,6 +32,8 @@ from oracle import (
 from pipeschool.versions import POLICIES, with_weights
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("oracle")  # two tests look at every case
+
 RULES = ["flush", "latest", "stash", "vertical_sync", "double_buffer"]
 OPTIMIZERS = {
     "SGD": lambda w: torch.optim.SGD(w, lr=0.05),
