@@ -209,7 +209,18 @@ def named(case: Case) -> str:
     return "-".join(str(part) for part in case if part not in ("", None))
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        # Every third in the first tier. All pairs of choices occur in all cases together.
+        pytest.param(case, marks=pytest.mark.exhaustive if number % 3 else ())
+        for number, case in enumerate(CASES)
+    ],
+    ids=named,
+)
+
+
+@every_case
 def test_the_weights_equal_the_update_rule_after_every_update(case: Case) -> None:
     result, expected = outcome(case)
     m = (
@@ -229,7 +240,7 @@ def rows(trace: ps.Trace) -> list[list[tuple[ps.Action, int, int]]]:
     return [[(span.action, span.version, span.alive) for span in row] for row in trace.rows]
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@every_case
 def test_the_workers_use_and_hold_the_versions_that_the_simulator_predicts(case: Case) -> None:
     # Measured is how many copies of the weights lie in memory, not how many the ledger counts.
     measured, predicted = outcome(case)[0].trace, ps.simulate(schedule_of(case))
