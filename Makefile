@@ -6,18 +6,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Written when the environment is complete, so that a second `make lab` starts at once.
 READY := .venv/ready
+# As many tests at once as there are cores, but no more than 4: many start workers of their own.
+# Tests of one xdist_group stay together, in their order.
+TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint course clean
+.PHONY: help lab test test-all lint course clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s%s\n", $$1, $$2 }' Makefile
 
 lab: $(READY) ## open the course in JupyterLab (the first time: install it)
 	@$(BIN)/pipeschool lab
 
-test: $(READY) ## run every test
-	@$(BIN)/python -m pytest
+test: $(READY) ## run the tests, but not the exhaustive ones: a few minutes
+	@$(TESTS) -m "not exhaustive"
+
+test-all: $(READY) ## run every test
+	@$(TESTS)
 
 lint: $(READY) ## check style, types and which module may import which
 	@$(BIN)/ruff check .

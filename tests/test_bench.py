@@ -8,7 +8,16 @@ from statistics import median
 import pytest
 from pipeschool import bench_report
 from pipeschool.actions import B, F, U
-from pipeschool.bench import CLASS, OURS, RUNTIME, Benchmark, Case, batch_seconds, bench
+from pipeschool.bench import (
+    CLASS,
+    OURS,
+    RUNTIME,
+    Benchmark,
+    Case,
+    all_cases,
+    batch_seconds,
+    bench,
+)
 from pipeschool.cli import main
 from pipeschool.trace import Span, Trace
 
@@ -26,9 +35,7 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def measured() -> Benchmark:
-    return bench(p=2, m=2, rounds=1, pace=(0.002, 0.004), progress=False)
+PACE = (0.002, 0.004)
 
 
 def by_hand() -> Benchmark:
@@ -78,7 +85,20 @@ def test_the_time_of_a_batch_leaves_out_the_first_batch_and_all_updates():
     assert batch_seconds(Trace("", 1, 1, 1, tuple(spans))) == 5.0
 
 
-def test_everything_is_measured_and_comes_out_as_json(measured):
+def test_a_case_is_measured_once_a_round_on_every_engine():
+    cases = {case.key: case for case in all_cases(2, 2, PACE)}
+    assert {key: set(case.contestants) for key, case in cases.items()} == KEYS
+    paced = cases["paced.1f1b"]
+    paced.measure(0)
+    assert {engine: len(numbers) for engine, numbers in paced.rounds.items()} == dict.fromkeys(
+        ENGINES, 1
+    )
+    assert min(paced.medians.values()) > 2 / 3  # as fast as its slowest worker, at the best
+
+
+@pytest.mark.exhaustive
+def test_everything_is_measured_and_comes_out_as_json():
+    measured = bench(p=2, m=2, rounds=1, pace=PACE, progress=False)
     data = json.loads(json.dumps(measured.as_json()))
     assert data["settings"] == {"p": 2, "m": 2, "pace": [0.002, 0.004]}
     assert {"cpu", "cores", "os", "python", "torch", "date"} <= data["machine"].keys()

@@ -67,7 +67,14 @@ def cases() -> dict[str, Schedule]:
 
 
 CASES = cases()
-every_case = pytest.mark.parametrize("schedule", CASES.values(), ids=CASES)
+every_case = pytest.mark.parametrize(
+    "schedule",
+    [
+        # The first tier: up to three workers and two microbatches.
+        pytest.param(case, id=name, marks=pytest.mark.exhaustive if case.m > 2 else ())
+        for name, case in CASES.items()
+    ],
+)
 both_matchings = pytest.mark.parametrize("matching", MATCHINGS)
 
 
@@ -250,7 +257,6 @@ def gradient_errors_in_pytorch(schedules: list[Schedule], folder: Path) -> list[
     return [max(of_one_schedule) for of_one_schedule in zip(*errors, strict=True)]
 
 
-@pytest.mark.slow
 def test_pytorch_trains_on_wrong_gradients_where_check_refuses(tmp_path: Path) -> None:
     rows = {
         0: "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0U0",

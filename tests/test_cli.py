@@ -344,7 +344,6 @@ def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
         process.wait()
 
 
-@pytest.mark.slow
 def test_lab_serves_the_course_until_ctrl_c(
     lab: tuple[subprocess.Popen[bytes], str, str],
 ) -> None:

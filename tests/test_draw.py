@@ -283,7 +283,6 @@ def test_html_escapes_the_alternative_text() -> None:
     assert alt.startswith("Gantt chart of &lt;b&gt; &quot;x&quot;, p=4, m=8")
 
 
-@pytest.mark.slow
 def test_a_notebook_and_its_html_carry_the_alternative_text() -> None:
     from nbconvert import HTMLExporter
 

@@ -39,7 +39,14 @@ def caps_of(p: int, m: int) -> list[list[int] | None]:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("place", "m"), SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "m"),
+    [
+        pytest.param(place, m, marks=pytest.mark.exhaustive if len(PLACES[place]) * m > 8 else ())
+        for place, m in SIZES
+    ],
+    ids=str,
+)
 def test_equals_the_least_of_everything_there_is(
     place: tuple[int, str, int], m: int, split: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -196,23 +197,18 @@ def test_unknown_schedule_is_refused_with_those_there_are(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", ps.SCHEDULES)
-@pytest.mark.parametrize("argument", ["p", "m", "batches"])
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (0, "must be at least 1, not 0"),
-        (-1, "must be at least 1, not -1"),
-        (True, "must be a whole number of at least 1, not True"),
-        (2.5, "must be a whole number of at least 1, not 2.5"),
-        (2.0, "must be a whole number of at least 1, not 2.0"),
-        ("x", "must be a whole number of at least 1, not 'x'"),
-        (None, "must be a whole number of at least 1, not None"),
-    ],
-)
-def test_bad_sizes_are_refused_in_one_sentence(
-    name: str, argument: str, value: object, says: str
-) -> None:
-    sizes = {"p": 2, "m": 2, "batches": 1, argument: value}
-    with pytest.raises(ValueError) as caught:
-        ps.build(name, **sizes)  # type: ignore[arg-type]
-    assert str(caught.value) == f"{argument} {says}"
+def test_bad_sizes_are_refused_in_one_sentence(name: str) -> None:
+    wrong = {
+        0: "must be at least 1, not 0",
+        -1: "must be at least 1, not -1",
+        2.5: "must be a whole number of at least 1, not 2.5",
+        2.0: "must be a whole number of at least 1, not 2.0",
+        "x": "must be a whole number of at least 1, not 'x'",
+        None: "must be a whole number of at least 1, not None",
+        True: "must be a whole number of at least 1, not True",
+    }
+    for argument, (value, says) in itertools.product(("p", "m", "batches"), wrong.items()):
+        sizes = {"p": 2, "m": 2, "batches": 1, argument: value}
+        with pytest.raises(ValueError) as caught:
+            ps.build(name, **sizes)  # type: ignore[arg-type]
+        assert str(caught.value) == f"{argument} {says}"

@@ -46,7 +46,10 @@ def noisy(curve: Curve, seed: int) -> Curve:
     return lambda m: curve(m) * (1 + 0.01 * random.Random(f"{seed} {m}").uniform(-1, 1))
 
 
-@pytest.mark.parametrize(("p", "samples"), [(2, 16), (3, 20), (4, 32), (8, 48)])
+@pytest.mark.parametrize(
+    ("p", "samples"),
+    [(2, 16), (3, 20), (4, 32), pytest.param(8, 48, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_within_2_percent_of_a_sweep_in_half_of_its_runs(name: str, p: int, samples: int) -> None:
     sweep = range(1, samples + 1)

@@ -108,7 +108,6 @@ def test_redraws_leave_no_figure_behind() -> None:
     assert figures() == before
 
 
-@pytest.mark.slow
 def test_runs_in_a_notebook_without_a_browser() -> None:
     cell = (
         "import pipeschool as ps\nexplorer = ps.widgets.explore()\nexplorer.p.value = 2\nexplorer"

@@ -185,7 +185,7 @@ def save_screenshot(page: Page, file: Path) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.slow
+@pytest.mark.xdist_group("alone")
 def test_start_here_runs_in_a_browser(
     chromium: str, home: Path, lab_url: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from pipeschool import publish
 
+pytestmark = pytest.mark.xdist_group("publish")  # they share a build
+
 ROOT = Path(__file__).resolve().parents[2]
 
 UNIT = '''# %% [markdown]

@@ -31,7 +31,7 @@ def test_show_looks_at_no_more_of_a_list_than_it_shows():
     text = plain.show([Counted()] * LONG)
     assert text.startswith("[x, x, ") and text.endswith(" ...") and len(text) == 160
     assert Counted.asked < 100
-    assert plain.show({k: [1] * LONG for k in range(LONG)}).startswith("{0: [1, 1, ")
+    assert plain.show(dict.fromkeys(range(LONG), [1] * LONG)).startswith("{0: [1, 1, ")
 
 
 def test_show_of_a_list_that_holds_itself_ends():

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("gpipe_seconds", "gpipe_last_worker_sends_too", 2.67),
         ("gpipe_seconds", "gpipe_without_messages", 0.0),
         ("typical_seconds", "typical_mean", 0.0),
-        ("best_cuts", "cuts_of_all_ways", 2.4),
+        pytest.param("best_cuts", "cuts_of_all_ways", 2.4, marks=pytest.mark.exhaustive),
         ("best_cuts", "cuts_with_the_last_end", 0.0),
         ("worker_of", "turn_stage_is_worker", 1.0),
         ("spread_workers", "spread_all_to_the_slowest", 1.33),

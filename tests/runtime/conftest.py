@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
+import torch
 
 
 def worker_processes() -> list[psutil.Process]:
@@ -19,6 +20,15 @@ def worker_processes() -> list[psutil.Process]:
         else:
             found.append(child)
     return found
+
+
+@pytest.fixture
+def one_thread():
+    """Compute on one thread, as a worker does: several would cut a sum into other parts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

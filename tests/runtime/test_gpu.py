@@ -12,6 +12,8 @@ from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.host.requirements import choose_device
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("alone")
+
 GPUS = torch.cuda.device_count()
 
 

@@ -110,7 +110,7 @@ def versions_of(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [2, 1, 1], [1, 2, 1], [2, 2]])
-def test_the_asynchronous_replicated_pipeline_equals_its_oracle(replicas):
+def test_the_asynchronous_replicated_pipeline_equals_its_oracle(replicas, one_thread):
     """One process, microbatch by microbatch: every stage forward on the version that its worker had
     then, gradients summed per worker and then over workers, one step per `every` microbatches."""
     every, batches = 2, 6

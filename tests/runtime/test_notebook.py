@@ -6,6 +6,8 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+pytestmark = pytest.mark.xdist_group("notebook")  # they share a kernel
+
 CELLS = """
 import time, torch, pipeschool as ps
 x = torch.ones(4, 3)

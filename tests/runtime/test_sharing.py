@@ -40,7 +40,7 @@ class TwoPositions(nn.Module):
 
 @pytest.mark.parametrize("ledger", [OneVersion(Policy()), Ledger(Stash())], ids=["own", "versions"])
 @pytest.mark.parametrize("split", [False, True])
-def test_the_next_microbatch_does_not_change_a_gradient_on_its_way(ledger, split):
+def test_the_next_microbatch_does_not_change_a_gradient_on_its_way(ledger, split, one_thread):
     torch.manual_seed(0)
     module = Positions()
     stage = Stage(1, module, StageWeights(module, Update(), copy.deepcopy(ledger)))
@@ -110,7 +110,7 @@ def test_a_buffer_handed_on_is_the_one_of_its_microbatch(schedule):
     assert reference.max_error(result.gradients, expected) == 0.0
 
 
-def test_a_buffer_handed_on_in_inference_is_the_one_of_its_microbatch():
+def test_a_buffer_handed_on_in_inference_is_the_one_of_its_microbatch(one_thread):
     torch.manual_seed(0)
     stages, (x, _) = [Counts(), Weighs()], batch(8)
     result = ps.run(ps.forward_only(1, 4, tokens=2), stages, [(x, None)])

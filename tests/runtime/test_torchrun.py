@@ -14,6 +14,10 @@ import psutil
 import pytest
 import torch
 
+# A launcher and its workers are four interpreters that import torch.
+exhaustive = pytest.mark.exhaustive
+pytestmark = pytest.mark.xdist_group("alone")
+
 SCRIPT = Path(__file__).with_name("distributed_script.py")
 PATIENCE = 90  # seconds for a whole test, on a busy machine
 
@@ -116,10 +120,20 @@ def test_two_launchers_train_to_the_very_weights_of_one_machine(tmp_path, undist
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("raise:2:6", r"worker 2 failed at 2F5 \(.*\): ValueError: the tea is cold"),
-        ("kill:0:6", r"worker 0 was lost.*: its process or its machine has gone"),
+        pytest.param(
+            "raise:2:6",
+            r"worker 2 failed at 2F5 \(.*\): ValueError: the tea is cold",
+            marks=exhaustive,
+        ),
+        pytest.param(
+            "kill:0:6",
+            r"worker 0 was lost.*: its process or its machine has gone",
+            marks=exhaustive,
+        ),
         ("kill:3:6", r"worker 3 was lost.*: its process or its machine has gone"),
-        ("sleep:1:6", r"worker 1 is stuck at 1F5 .* nothing has moved for"),
+        pytest.param(
+            "sleep:1:6", r"worker 1 is stuck at 1F5 .* nothing has moved for", marks=exhaustive
+        ),
     ],
 )
 def test_a_fault_on_one_machine_ends_both_with_one_message(tmp_path, fault, says):
@@ -132,6 +146,7 @@ def test_a_fault_on_one_machine_ends_both_with_one_message(tmp_path, fault, says
     assert not list(tmp_path.glob("rank*.pt"))
 
 
+@exhaustive
 def test_after_a_loss_the_training_goes_on_from_its_checkpoint(tmp_path, undisturbed):
     keep = str(tmp_path / "checkpoint")
     two_launchers(tmp_path, "kill:2:14", keep)
@@ -146,6 +161,7 @@ def test_after_a_loss_the_training_goes_on_from_its_checkpoint(tmp_path, undistu
         assert "the checkpoints of the machines differ" in output
 
 
+@exhaustive
 def test_a_wrong_number_of_processes_is_one_sentence(tmp_path):
     outputs = two_launchers(tmp_path, n=1)
     message = (
@@ -215,6 +231,7 @@ def test_a_worker_lost_where_all_sum_gradients_is_named(tmp_path):
     )
 
 
+@exhaustive
 def test_a_declared_link_does_not_count_as_a_standstill(tmp_path):
     """A message of 4 float32 has 16 bytes at least: 1.6 s at 10 bytes a second, there and back."""
     output = two_processes(tmp_path, SLOW_LINK)
@@ -222,6 +239,7 @@ def test_a_declared_link_does_not_count_as_a_standstill(tmp_path):
     assert float(found[1]) > 2 * 1.6
 
 
+@exhaustive
 def test_processes_that_make_different_models_are_told_so(tmp_path):
     for output in two_launchers(tmp_path, "seed"):
         assert "the models of the machines differ" in output
@@ -267,6 +285,7 @@ def shaped_link():
             subprocess.run(["ip", "netns", "del", f"tea-{i}"], capture_output=True)
 
 
+@exhaustive
 @pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 @pytest.mark.parametrize("fault", ["-", "kill:2:6"])
 def test_across_two_networks_with_a_slow_link(tmp_path, shaped_link, undisturbed, fault):

@@ -162,7 +162,14 @@ def test_a_finished_training_can_be_given_more_epochs(tmp_path):
 KILLS = int(os.environ.get("PIPESCHOOL_KILLS", "2"))  # of each schedule
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw", "one_f_one_b"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("pipedream", marks=pytest.mark.exhaustive),
+        "pipedream_2bw",
+        pytest.param("one_f_one_b", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_killed_at_random_moments_and_resumed_equals_never_killed(schedule, tmp_path):
     stages, loader, options = make()
     right = ps.train(schedule, stages, loader, **options)
