@@ -40,7 +40,6 @@ class Delay(NamedTuple):
 def delays(trace: Trace) -> list[Delay]:
     """One for each action of a measured or simulated trace, worker by worker."""
     made_by = {used_by(s.action): s for s in trace.spans if s.action.kind in ("F", "B", "I")}
-    waits = _kept_waiting(trace)
     begin = min((span.start for span in trace.spans), default=0.0)
     found = []
     for row in trace.rows:
@@ -59,7 +58,7 @@ def delays(trace: Trace) -> list[Delay]:
                     delivery=gap if late else 0.0,
                     busy=max(free - made, 0.0) if source else 0.0,
                     between=0.0 if late else gap,
-                    machine=waits[span],
+                    machine=span.waited,
                 )
             )
             before = span
@@ -71,21 +70,6 @@ def _input_of(action: Action) -> Action:
     if action.kind in ("W", "U"):  # these take what their own worker has made
         return Action("", -1, -1)
     return action._replace(kind="B") if action.kind == "I" else action
-
-
-def _kept_waiting(trace: Trace) -> dict[Span, float]:
-    """For each span the time for which something else had its worker's core, in it or in the
-    messages since the action before it."""
-    waits = {}
-    for worker, row in enumerate(trace.rows):
-        messages = [m for m in trace.messages if m.worker == worker]
-        place = 0
-        for span in row:
-            waits[span] = span.waited
-            while place < len(messages) and messages[place].end <= span.start:
-                waits[span] += messages[place].waited
-                place += 1
-    return waits
 
 
 @dataclass(frozen=True)

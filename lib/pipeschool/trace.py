@@ -22,7 +22,8 @@ class Span(NamedTuple):
     version: int = 0  # weight version that an F, B, I or W used, or that a U made
     alive: int = 1  # weight versions that the stage held while it ran
     bytes: float = 0.0  # size of what it handed to a neighbour stage
-    waited: float = 0.0  # measured: seconds for which something else had its worker's core
+    # Measured: seconds for which something else had its worker's core, since its last compute.
+    waited: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -13,6 +13,7 @@ import pipeschool as ps
 import pytest
 import torch
 from pipeschool.dependencies import message_of, needs, sender_of
+from pipeschool.runtime.torch_engine.engine import Torch1F1B, TorchGPipe
 from test_run import batch, linear_stages, sgd
 from torch import nn
 
@@ -182,13 +183,22 @@ def test_spans_of_a_worker_never_overlap_and_each_starts_after_what_it_needs(nam
     check_times(schedule, ps.run(schedule, stages, data, optimizer=sgd, pace=pace, **link).trace)
 
 
-def test_the_same_holds_for_workers_that_take_turns_and_for_pytorchs_engine():
+def test_the_same_holds_for_workers_that_take_turns():
     for schedule in (ps.replicate(ps.gpipe(2, 4), 2), ps.round_robin([2, 1], 4)):
         trace = ps.run(schedule, linear_stages(schedule.stages), [batch(8)], optimizer=sgd).trace
         check_times(schedule, trace)
-    schedule = ps.one_f_one_b(2, 4)
-    trace = ps.run(schedule, linear_stages(2), [batch(8)], engine="torch", pace=PACE).trace
-    check_times(schedule, trace)
+
+
+@pytest.mark.parametrize(
+    ("engine", "build"),
+    [("torch", ps.gpipe), ("torch", ps.one_f_one_b), (Torch1F1B, ps.one_f_one_b),
+     (TorchGPipe, ps.gpipe)],
+)  # fmt: skip
+def test_the_same_holds_for_pytorchs_engines(engine, build):
+    """Long declared times: a message that leaves before they are over would be seen."""
+    schedule, data = build(3, 4), [batch(8), batch(8, seed=1)]
+    trace = ps.run(schedule, linear_stages(3), data, engine=engine, pace=(0.02, 0.03)).trace
+    check_times(schedule.repeat(2), trace)
 
 
 def check_times(schedule: ps.Schedule, trace: ps.Trace) -> None:

@@ -6,29 +6,18 @@ processes; other machines find out by how much theirs differs (`cluster.time`).
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
 
 import torch
 
 Mark = float | torch.cuda.Event
-PR_SET_TIMERSLACK = 29  # of Linux's <sys/prctl.h>
 
 
 def sleep_until(moment: float) -> None:
     """Do nothing until `time.perf_counter` says `moment`."""
     while (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
-
-
-def wake_in_time() -> None:
-    """Ask Linux to end this thread's sleeps when they are over. It may else add 0.05 ms to each,
-    which is half of what a paced action is late; to spin instead would take the core from another
-    worker."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 class CoreWait:

@@ -11,7 +11,8 @@ import torch
 import torch._dynamo  # optimizers import it at their first step; a forked worker has it at once
 
 from pipeschool.actions import U
-from pipeschool.runtime.clock import Clock, wake_in_time
+from pipeschool.runtime.clock import Clock
+from pipeschool.runtime.host.cores import keep_to_one_core, wake_in_time
 from pipeschool.runtime.host.job import Job, Report
 from pipeschool.runtime.observers.declared_link import DeclaredLink
 from pipeschool.runtime.observers.history import History
@@ -55,6 +56,7 @@ def work(
     worker, tensor_rank = divmod(process, options.tensor_parallel)
     warm_up(device)
     wake_in_time()
+    keep_to_one_core(process)
     torch.manual_seed(options.seed + worker)
     if job.generator is not None:
         torch.set_rng_state(job.generator)

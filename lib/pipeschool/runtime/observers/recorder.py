@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pipeschool.actions import Action
+from pipeschool.actions import MESSAGE_KINDS, Action
 from pipeschool.runtime.clock import Clock, CoreWait, Mark
 from pipeschool.runtime.observers.observer import Observer
 from pipeschool.runtime.weights.stage_weights import StageWeights
@@ -40,13 +40,13 @@ class Recorder(Observer):
     def after(self, action: Action) -> None:
         """It ends now."""
         end = self.clock.mark()
-        if action.is_message:
-            number, held, size = 0, 1, self.wire.last.bytes if self.wire else 0
-        else:
+        if action.kind in MESSAGE_KINDS:
+            size = self.wire.last.bytes if self.wire else 0
+            self.noted.append((action, self.start, end, 0, 1, size, 0.0))
+        else:  # asked once for all messages before it, since asking takes some time itself
             number, held = self.weights[action.stage].in_use
-            size = 0
-        waited = max(self.core_wait.since_last(), self.woken_late())
-        self.noted.append((action, self.start, end, number, held, size, waited))
+            waited = max(self.core_wait.since_last(), self.woken_late())
+            self.noted.append((action, self.start, end, number, held, 0, waited))
 
     def spans(self) -> tuple[list[Span], list[Span]]:
         """Those of compute and updates, and those of messages."""

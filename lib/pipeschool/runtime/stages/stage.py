@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +72,11 @@ class Stage:
         """
         version = self.weights.use(F(self.index, microbatch))
         values = tuple(x for x in inputs if x is not None)
-        with explained(values):
+        try:
             return self._forward(microbatch, version, values, loss)
+        except Exception as error:
+            explain(error, values)
+            raise
 
     def _forward(
         self,
@@ -108,8 +110,12 @@ class Stage:
         """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
         version = self.weights.use(F(self.index, microbatch))
         values = tuple(x for x in inputs if x is not None)
-        with torch.no_grad(), explained(values):
-            return self._call(version, values)
+        try:
+            with torch.no_grad():
+                return self._call(version, values)
+        except Exception as error:
+            explain(error, values)
+            raise
 
     def backward(self, microbatch: int, gradients: Tensors | float) -> Tensors:
         """Gradients of the stage's inputs, given those of its outputs; weights' are collected.
@@ -188,16 +194,11 @@ class Stage:
         return again
 
 
-@contextmanager
-def explained(inputs: tuple[Tensor, ...]) -> Iterator[None]:
+def explain(error: Exception, inputs: tuple[Tensor, ...]) -> None:
     """Let an error of the learner's own forward say what the input was."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"the input was {describe(inputs)}")
-        if "leaf Variable" in str(error):
-            error.add_note("a stage must not change its input in place: leave inplace=True out")
-        raise
+    error.add_note(f"the input was {describe(inputs)}")
+    if "leaf Variable" in str(error):
+        error.add_note("a stage must not change its input in place: leave inplace=True out")
 
 
 def matched(

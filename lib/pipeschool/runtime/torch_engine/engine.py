@@ -144,10 +144,14 @@ class Stage(PipelineStage):
         self.row = row
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward. Its action goes on until `Engine` has computed the loss."""
+        """The forward. On the last stage its action goes on until `Engine` has computed the loss;
+        elsewhere it ends here, before PyTorch sends what it gives."""
         self.row.begin("F", self.stage_index, fwd_chunk_id)
         with unwrapped():
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self.row.end()
+        return output
 
     def backward_one_chunk(
         self,
@@ -232,7 +236,7 @@ class Engine:
             self.losses[microbatch] = loss
             number = self.row.batch * len(targets) + microbatch
             self.row.share.losses[number] = loss.item()
-        self.row.end()
+            self.row.end()
 
     def begin_backward(self, stage: Stage, microbatch: int) -> Tensor | None:
         """The loss that the last stage's backward starts from."""

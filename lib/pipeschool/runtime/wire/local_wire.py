@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+from array import array
 from collections import deque
 from collections.abc import Mapping
 
@@ -39,9 +40,10 @@ from pipeschool.runtime.wire.wire import Wire, as_stored
 Link = tuple[int, int]  # from one process to another, both by their numbers
 AVAILABLE = hasattr(socket, "AF_UNIX") and hasattr(socket, "send_fds")
 ROOM = 16384  # bytes of the largest packet that holds tensors: these a socket carries quickly
-LENGTH = struct.Struct("I")  # stands before each packet
+LENGTH = struct.Struct("q")  # with which each packet starts
 SLOT = struct.Struct("H")  # what goes back: the number of a slot
-READ = 65536  # bytes asked of a socket at once
+READ = 32768  # bytes asked of a socket at once
+DESCRIPTORS = socket.CMSG_SPACE(4 * array("i").itemsize) if AVAILABLE else 0
 
 
 class LocalWire(Wire):
@@ -106,12 +108,12 @@ class SendingEnd:
         """`packed` with its tensors in shared memory."""
         self._take_back()
         number, descriptor = self.slots.put(packed.rest)
-        struct.pack_into("q", packed.packet, 8, slot_code(number, descriptor >= 0))
+        struct.pack_into("q", packed.packet, 16, slot_code(number, descriptor >= 0))
         return packed._replace(rest=[], descriptor=descriptor)
 
     def post(self, packet: bytearray, descriptor: int) -> None:
         """Send a packet, now or as soon as there is room."""
-        data = memoryview(LENGTH.pack(len(packet)) + packet)
+        data = memoryview(packet)
         with self.lock:
             if not self.waiting:
                 data, descriptor = self._write(data, descriptor, socket.MSG_DONTWAIT)
@@ -170,18 +172,18 @@ class ReceivingEnd:
     def __init__(self, end: socket.socket):
         self.socket = end
         self.slots = SlotsReceived(self._give_back)
-        self.data = bytearray()  # read, and not yet taken
+        self.data = b""  # read, and not yet taken
         self.descriptors: deque[int] = deque()
 
     def take(self) -> tuple[Header, Tensors]:
         """Wait for the next packet; what it says, and its tensors."""
         while len(self.data) < LENGTH.size:
             self._read()
-        end = LENGTH.size + LENGTH.unpack_from(self.data)[0]
+        (end,) = LENGTH.unpack_from(self.data)
         while len(self.data) < end:
             self._read()
-        packet = memoryview(bytes(self.data[LENGTH.size : end]))
-        del self.data[:end]
+        packet = memoryview(self.data)[:end]
+        self.data = self.data[end:]
         header = read_header(packet)
         if header.place == INSIDE:
             return header, copy_out(packet, header)
@@ -192,13 +194,14 @@ class ReceivingEnd:
 
     def _read(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.socket, READ, 4)
+            data, ancillary, _, _ = self.socket.recvmsg(READ, DESCRIPTORS)
         except OSError as error:
             raise PeerLost(f"the other end of a message has gone ({error})") from None
         if not data:
             raise PeerLost("the other end of a message has gone")
-        self.data += data
-        self.descriptors += descriptors
+        self.data = self.data + data if self.data else data
+        for _, _, descriptors in ancillary:
+            self.descriptors += array("i", descriptors)
 
     def _give_back(self, number: int) -> None:
         try:

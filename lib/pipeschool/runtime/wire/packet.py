@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,10 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+START = struct.Struct("8q")  # the numbers of a header before its shapes
+SENT = struct.Struct("q")
 NOTHING = -1  # stands for the dtype of a missing gradient
-INSIDE = 1  # in the second number of a header: the tensors are in the packet,
+INSIDE = 1  # in the third number of a header: the tensors are in the packet,
 FOLLOWS = 0  # or come after it, or are in a slot of the shared memory: then it is below zero.
 FRESH = 1 << 16  # taken from the number of a slot in a segment that comes with the packet
 
@@ -44,7 +47,7 @@ class Packed(NamedTuple):
 
     def stamp(self, sent: float) -> bytearray:
         """The packet of a message that is handed over at `sent` seconds."""
-        struct.pack_into("q", self.packet, 0, int(sent * 1e9))
+        SENT.pack_into(self.packet, 8, int(sent * 1e9))
         return self.packet
 
 
@@ -66,7 +69,7 @@ class Header(NamedTuple):
     sent: float  # when its sender handed it over, on the clock of worker 0
     place: int  # INSIDE, FOLLOWS, or a slot
     receive: Action  # that it is for
-    shapes: list[Shape | None]  # of its tensors; None where there is no gradient
+    shapes: tuple[Shape | None, ...]  # of its tensors; None where there is no gradient
     end: int  # where the header ends, in bytes
 
 
@@ -82,7 +85,7 @@ def pack(header: list[int], payload: list[Tensor], room: int, size: int = 0) -> 
     inside = needed <= room or not any(tensor.nbytes for tensor in payload)
     packet = bytearray(size or (needed if inside else start))
     place = INSIDE if inside else FOLLOWS
-    struct.pack_into(f"{len(header)}q", packet, 0, 0, place, *header[2:])
+    struct.pack_into(f"{len(header)}q", packet, 0, len(packet), 0, place, *header[3:])
     if inside:
         write_tensors(packet, start, payload)
     return Packed(packet, [] if inside else payload, sum(t.nbytes for t in payload))
@@ -125,11 +128,10 @@ def copy_out(packet: memoryview, header: Header) -> Tensors:
 
 
 def write_header(receive: Action, tensors: Tensors) -> list[int]:
-    """The numbers at the head of a packet: when it was sent and where its tensors are (both filled
-    in later), what it is, and the dtype and shape of each of its tensors."""
-    numbers = [
-        0, 0, MESSAGE_KINDS.index(receive.kind), receive.stage, receive.microbatch, len(tensors)
-    ]  # fmt: skip
+    """The numbers at the head of a packet: how long it is, when it was sent and where its tensors
+    are (all filled in later), what it is, and the dtype and shape of each of its tensors."""
+    kind = MESSAGE_KINDS.index(receive.kind)
+    numbers = [0, 0, 0, kind, receive.stage, receive.microbatch, len(tensors), 0]
     for tensor in tensors:
         if tensor is None:
             numbers.append(NOTHING)
@@ -144,14 +146,22 @@ def write_header(receive: Action, tensors: Tensors) -> list[int]:
         raise ValueError(
             f"{len(tensors)} tensors are too many for one message: pack them into fewer"
         )
+    numbers[7] = 8 * len(numbers)  # bytes of the header
     return numbers
 
 
 def read_header(packet: memoryview) -> Header:
     """The inverse of `write_header`."""
-    numbers: Sequence[int] = packet[: 8 * HEADER].cast("q")
-    sent, place, kind, stage, microbatch, count = numbers[:6]
-    at = 6
+    _, sent, place, kind, stage, microbatch, count, length = START.unpack_from(packet)
+    shapes = read_shapes(bytes(packet[START.size : length]), count)
+    return Header(sent / 1e9, place, Action(MESSAGE_KINDS[kind], stage, microbatch), shapes, length)
+
+
+@lru_cache(maxsize=256)  # most messages of a run look like the one before
+def read_shapes(data: bytes, count: int) -> tuple[Shape | None, ...]:
+    """The shapes of `count` tensors, as the rest of a header has them."""
+    numbers: Sequence[int] = memoryview(data).cast("q")
+    at = 0
     shapes: list[Shape | None] = []
     for _ in range(count):
         if numbers[at] == NOTHING:
@@ -161,8 +171,13 @@ def read_header(packet: memoryview) -> Header:
             dims = numbers[at + 1]
             shapes.append(Shape(DTYPES[numbers[at]], tuple(numbers[at + 2 : at + 2 + dims])))
             at += 2 + dims
-    receive = Action(MESSAGE_KINDS[kind], stage, microbatch)
-    return Header(sent / 1e9, place, receive, shapes, 8 * at)
+    return tuple(shapes)
+
+
+@lru_cache(maxsize=256)
+def bytes_of(shapes: tuple[Shape | None, ...]) -> int:
+    """The size of tensors that look like this."""
+    return sum(shape.nbytes for shape in shapes if shape)
 
 
 def slot_code(number: int, fresh: bool) -> int:

@@ -17,7 +17,7 @@ from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import message_of, peer_of, sender_of
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.stages.stage import Tensors
-from pipeschool.runtime.wire.packet import Header, Packed
+from pipeschool.runtime.wire.packet import Header, Packed, bytes_of
 
 
 class Passed(NamedTuple):
@@ -72,8 +72,7 @@ class Wire(ABC):
         if header.receive != receive:
             due, came = sender_of(receive), sender_of(header.receive)
             raise ValueError(f"got {came} where {due} was due")
-        size = sum(shape.nbytes for shape in header.shapes if shape)
-        self.last = Passed(self.peers[receive], header.sent, size)
+        self.last = Passed(self.peers[receive], header.sent, bytes_of(header.shapes))
         if self.device.type == "cpu":
             return tensors
         return tuple(t if t is None else t.to(self.device, non_blocking=True) for t in tensors)
