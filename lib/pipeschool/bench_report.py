@@ -83,9 +83,9 @@ its messages before the first batch: that is part of its start-up, not of these 
 
 **Paced.** Every stage declares so many ms for a forward and for a backward ({forward} and
 {backward}, then four times as long). It does its tiny work, and ends no earlier than this time
-after its input was in hand; the same rule, and the same observer in our workers, for all engines. Ideal is
-(m + p - 1)(forward + backward). What comes on top is messages, late wake-ups, and what an engine
-does between two actions. All times are read from the host's clock.
+after its input was in hand; the same rule, and the same observer in our workers, for all engines.
+Ideal is (m + p - 1)(forward + backward). What comes on top is messages, late wake-ups, and what an
+engine does between two actions. All times are read from the host's clock.
 
 **Stages that sleep.** The stage itself sleeps for {forward} and {backward} ms, in its forward and
 in its backward, and no engine knows.
