@@ -11,7 +11,7 @@ READY := .venv/ready
 TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test test-all lint course clean
+.PHONY: help lab test test-all test-gpu lint course clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s%s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,9 @@ test: $(READY) ## run the tests, but not the exhaustive ones: a few minutes
 
 test-all: $(READY) ## run every test
 	@$(TESTS)
+
+test-gpu: $(READY) ## run the CUDA checks, on a machine that has GPUs
+	@$(BIN)/python -m pytest -m gpu tests/runtime/test_gpu.py
 
 lint: $(READY) ## check style, types and which module may import which
 	@$(BIN)/ruff check .
