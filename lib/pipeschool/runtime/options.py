@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeschool.arguments import number, whole_number
 from pipeschool.runtime.own_modules import modules_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
     MakeScheduler = Callable[[Optimizer], LRScheduler]
 
+Documented = TypeVar("Documented", bound=Callable[..., Any])
 Pace = tuple["float | Sequence[float]", "float | Sequence[float]"]
 ENGINES = {  # the module and the class that a name stands for
     "pipeschool": ("pipeschool.runtime.engine", "Engine"),
@@ -137,7 +138,7 @@ def options_of(function: str, given: Mapping[str, Any]) -> RunOptions:
     return RunOptions(**given)
 
 
-def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_options(function: Documented) -> Documented:
     """Let `function`, which takes ``**options``, show each of them in its signature and explain
     them in its help, so that both are written once."""
     own = inspect.signature(function, eval_str=False)

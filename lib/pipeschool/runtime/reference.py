@@ -1,4 +1,10 @@
-"""What a run must equal: one process that does the same arithmetic in the same order."""
+"""What a run must equal: one process that does the same arithmetic in the same order.
+
+Equal to the last bit, that is, where both work on matrices of the same shapes, on the same machine,
+with one thread, and data that begins at a multiple of 16 bytes (as inputs of an even width do, in
+float64). Matrix libraries promise no more: three rows of ten may differ in the last digit from the
+same three rows alone.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,7 @@ def gradients(
     parameters = [p for p in nn.ModuleList(stages).parameters() if p.requires_grad]  # each once
     stepper = optimizer(parameters) if optimizer else None
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker: the order of sums must not differ
+    torch.set_num_threads(1)  # as in a worker: another number may sum in another order
     try:
         for x, y in batches:
             inputs, targets, scales = cut([(x, y)], Schedule("", 1, m, ()))

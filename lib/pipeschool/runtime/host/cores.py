@@ -18,12 +18,14 @@ def wake_in_time() -> None:
 
 
 def keep_to_one_core(process: int) -> None:
-    """Keep this process on one core, neighbours of a pipeline on different ones.
+    """Keep this process on one core, neighbours of a pipeline on different ones. For paced workers,
+    which sleep most of the time.
 
     A system that wakes a receiver may put it on the core of its sender, and there it waits until
     the sender sleeps. That is what virtual machines do, in which an idle core looks taken; it
-    doubles the time that a message takes. Where there is no such call (macOS, Windows) nothing is
-    done.
+    doubles the time that a message takes. Workers that really compute are better left to the
+    system: two slow stages could find themselves on one core. Where there is no such call (macOS,
+    Windows) nothing is done.
     """
     if hasattr(os, "sched_setaffinity"):
         allowed = sorted(os.sched_getaffinity(0))

@@ -56,7 +56,8 @@ def work(
     worker, tensor_rank = divmod(process, options.tensor_parallel)
     warm_up(device)
     wake_in_time()
-    keep_to_one_core(process)
+    if job.pace:  # others compute, and go where there is a free core
+        keep_to_one_core(process)
     torch.manual_seed(options.seed + worker)
     if job.generator is not None:
         torch.set_rng_state(job.generator)
