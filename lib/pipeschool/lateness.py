@@ -141,13 +141,37 @@ class Lateness:
         return f"{how}: {over} ({parts})"
 
 
+def same_actions(predicted: Trace, measured: Trace) -> bool:
+    """Has every worker the same actions in both, in whatever order?"""
+    ours, theirs = ({(s.worker, s.action) for s in t.spans} for t in (predicted, measured))
+    return ours == theirs
+
+
+def tell(runs: Mapping[str, tuple[Trace, Trace]]) -> None:
+    """Print the line of `why_late` for several runs that are compared with one another.
+
+    runs: (predicted, measured) by the name of the run. A last line says it where the machine
+    disturbed one of them, so that a comparison would say more about the machine than about runs.
+    """
+    found = {name: why_late(*traces) for name, traces in runs.items()}
+    width = max(map(len, found), default=0)
+    for name, lateness in found.items():
+        print(f"{name:<{width}}  {lateness}")
+    disturbed = [name for name, lateness in found.items() if lateness.disturbed]
+    if disturbed:
+        print(
+            f"The machine was busy with something else during {' and '.join(disturbed)}: do not "
+            "compare, run it again."
+        )
+
+
 def why_late(predicted: Trace, measured: Trace) -> Lateness:
     """By how much `measured` took longer than `predicted`, and where that time went.
 
     Both must be of the same schedule: ValueError where they do not have the same actions.
     """
     expected = {(span.worker, span.action): span for span in predicted.spans}
-    if expected.keys() != {(span.worker, span.action) for span in measured.spans}:
+    if not same_actions(predicted, measured):
         raise ValueError(
             f"a run can only be held against a prediction of the same actions: {predicted.name}, "
             f"p={predicted.p}, m={predicted.m} has {len(predicted.spans)}, and {measured.name}, "
