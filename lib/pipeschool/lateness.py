@@ -150,8 +150,8 @@ def same_actions(predicted: Trace, measured: Trace) -> bool:
 def tell(runs: Mapping[str, tuple[Trace, Trace]]) -> None:
     """Print the line of `why_late` for several runs that are compared with one another.
 
-    runs: (predicted, measured) by the name of the run. A last line says it where the machine
-    disturbed one of them, so that a comparison would say more about the machine than about runs.
+    runs: (predicted, measured) by the name of the run. A last line names those that the machine
+    disturbed: to compare them would say more about the machine than about the runs.
     """
     found = {name: why_late(*traces) for name, traces in runs.items()}
     width = max(map(len, found), default=0)
@@ -160,8 +160,7 @@ def tell(runs: Mapping[str, tuple[Trace, Trace]]) -> None:
     disturbed = [name for name, lateness in found.items() if lateness.disturbed]
     if disturbed:
         print(
-            f"The machine was busy with something else during {' and '.join(disturbed)}: do not "
-            "compare, run it again."
+            f"Before you compare: the machine was busy during {', '.join(disturbed)}. Run it again."
         )
 
 
@@ -200,7 +199,7 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
         work,
         delivery,
         between,
-        machine,
+        min(machine, max(measured.makespan - predicted.makespan, 0.0)),
         tuple(reversed(chain)),
         "paced" in measured.label,
     )

@@ -226,9 +226,8 @@ def draw_boxes(axes: Axes, trace: Trace, factor: float) -> None:
 def _layers(trace: Trace, line: float) -> list[tuple[str, list[Span]]]:
     """The spans by kind, in the order in which they are drawn.
 
-    In a paced run, which declares no time for updates, the clock of a forward may start while
-    gradients are still added up. So an update that takes longer than `line` seconds lies below the
-    other boxes, and a short one, which is a line, above them.
+    An update that takes longer than `line` seconds is a box like the others, and lies below them.
+    A short one is a line, wider than its time, so it lies above them.
     """
     kinds: dict[str, list[Span]] = {kind: [] for kind in COLOURS}
     below: list[Span] = []
