@@ -146,6 +146,35 @@ def test_declared_latency_is_no_lateness() -> None:
     assert (found.delivery, found.work, found.between) == (1, 0, 0)
 
 
+def test_declared_latency_that_a_busy_worker_covers_in_part_is_no_lateness() -> None:
+    """What worker 1 waits for was made before it was free, and was declared to be still on its
+    way."""
+    declared = trace(
+        Span(0, F(0, 0), 0, 4),
+        Span(0, F(0, 1), 4, 8),
+        Span(1, F(1, 0), 12, 18),
+        Span(1, F(1, 1), 18, 24),
+        Span(1, B(1, 1), 24, 32),
+        Span(0, B(0, 1), 40, 48),
+        label="predicted",
+    )
+    exact = replace(declared, label="measured, paced")
+    assert why_late(declared, exact).chain == (F(0, 0), F(1, 0), F(1, 1), B(1, 1), B(0, 1))
+    quick = trace(
+        Span(0, F(0, 0), 0, 4),
+        Span(0, F(0, 1), 4, 8),
+        Span(1, F(1, 0), 12, 14),  # free before the second is there, at 16
+        Span(1, F(1, 1), 17, 23),
+        Span(1, B(1, 1), 23, 31),
+        Span(0, B(0, 1), 39, 47),
+    )
+    found = why_late(declared, quick)
+    assert found.chain == (F(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1))
+    assert (found.work, found.delivery, found.between) == (0, 1, 0)
+    before = by_action(delays(quick))[F(1, 1)]  # which knows of no declared time
+    assert (before.busy, before.between, before.delivery) == (6, 3, 0)
+
+
 def test_a_run_without_pace_says_so_and_can_be_faster() -> None:
     quick = trace(
         Span(0, F(0, 0), 0, 6),

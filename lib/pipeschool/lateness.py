@@ -39,6 +39,12 @@ class Delay(NamedTuple):
 
 def delays(trace: Trace) -> list[Delay]:
     """One for each action of a measured or simulated trace, worker by worker."""
+    return _beyond(trace, {})
+
+
+def _beyond(trace: Trace, transit: Mapping[tuple[int, int], float]) -> list[Delay]:
+    """`delays` beyond those that were declared: `transit` seconds of a message, from worker to
+    worker, are no delay; its input counts as made when they are over."""
     made_by = {used_by(s.action): s for s in trace.spans if s.action.kind in ("F", "B", "I")}
     waits = _kept_waiting(trace)
     begin = min((span.start for span in trace.spans), default=0.0)
@@ -49,7 +55,9 @@ def delays(trace: Trace) -> list[Delay]:
             source = made_by.get(_input_of(span.action))
             if source and source.worker == span.worker:
                 source = None
-            free, made = before.end if before else begin, source.end if source else begin
+            free, made = before.end if before else begin, begin
+            if source:
+                made = source.end + transit.get((source.worker, span.worker), 0.0)
             late = source is not None and made > free
             gap = span.start - max(free, made)
             found.append(
@@ -159,9 +167,8 @@ def tell(runs: Mapping[str, tuple[Trace, Trace]]) -> None:
         print(f"{name:<{width}}  {lateness}")
     disturbed = [name for name, lateness in found.items() if lateness.disturbed]
     if disturbed:
-        print(
-            f"Before you compare: the machine was busy during {', '.join(disturbed)}. Run it again."
-        )
+        busy = ", ".join(disturbed)
+        print(f"Before you compare: the machine was busy during {busy}. Run it again.")
 
 
 def why_late(predicted: Trace, measured: Trace) -> Lateness:
@@ -178,19 +185,16 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
         )
     if predicted.makespan <= 0:
         raise ValueError("the prediction takes no time: give its Cost the seconds of the run")
-    known = {delay.span: delay for delay in delays(measured)}
-    transit = _declared_transit(predicted)
+    known = {delay.span: delay for delay in _beyond(measured, _declared_transit(predicted))}
     work = delivery = between = machine = 0.0
     chain = []
     span: Span | None = max(measured.spans, key=lambda s: s.end)
     while span:
         delay = known[span]
         late = span.seconds - expected[span.worker, span.action].seconds
-        on_way = delay.delivery
-        if delay.after and delay.after.worker != span.worker:
-            on_way -= transit.get((delay.after.worker, span.worker), 0.0)
-        work, delivery, between = work + late, delivery + on_way, between + delay.between
-        machine += min(delay.machine, max(late + on_way + delay.between, 0.0))
+        work, between = work + late, between + delay.between
+        delivery += delay.delivery
+        machine += min(delay.machine, max(late + delay.delivery + delay.between, 0.0))
         chain.append(span.action)
         span = delay.after
     return Lateness(

@@ -743,15 +743,13 @@ small = {
 }
 print("\nmeasured here, not paced, with our small model:")
 for p, run in small.items():
-    alone = ps.profile(split_layers(model, p), batches[0], m=8, loss=loss)
-    foretold = ps.simulate(ps.one_f_one_b(p, 8), alone)
-    print(f"  {p} worker(s): {run.trace.makespan * 1000:.1f} ms;", ps.why_late(foretold, run.trace))
+    print(f"  {p} worker(s): {run.trace.makespan * 1000:.1f} ms")
 
 # %% [markdown]
 # <details>
 # <summary>Verdict</summary>
 #
-# **Wrong.** A microbatch has to be worth its message. (The measured lines are held against a profile of stages that work alone and send nothing.) And four workers on fewer than four cores share them: there *run it again* does not help. A pipeline is for models that do not fit, or that compute for long between two messages.
+# **Wrong.** A microbatch has to be worth its message. And four workers on fewer than four cores share them. A pipeline is for models that do not fit, or that compute for long between two messages.
 # </details>
 #
 # ### Claim 5
