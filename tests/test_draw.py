@@ -269,6 +269,14 @@ def test_compare_stretches_a_prediction_in_other_units_and_says_so() -> None:
     assert lines(chart)[3] == "makespan 165 ms"  # no gap: the prediction was fitted
 
 
+def test_compare_takes_a_run_on_a_busy_machine_for_what_it_is() -> None:
+    trace = predicted(forward=0.005, backward=0.010)
+    late = replace(measured(trace, slower=4.0), label="measured")
+    assert lines(draw.compare(trace, late))[3] == (
+        "makespan 660 ms, +495 ms (+300.0%) against the prediction"
+    )
+
+
 def test_compare_refuses_traces_of_different_pipelines() -> None:
     with pytest.raises(ValueError, match="not p=4, m=8 and p=4, m=2"):
         draw.compare(predicted(), measured(predicted(m=2)))
