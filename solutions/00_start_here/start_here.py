@@ -65,7 +65,7 @@ print(f"this notebook is process {os.getpid()}")
 #
 # Your machine may have fewer than four cores. So the stages are *paced*. Each really computes and really sends its result to its neighbour. But it begins a forward when it has its input in hand, and waits until 20 milliseconds are over before it hands on the result; for a backward 40. A worker that waits needs no core. That way you see the gaps that four devices would have. A paced chart always says so.
 #
-# Every time that you will see was read from a clock. So whatever comes on top is in it too: messages, updates, an operating system that wakes a worker late. What a paced run cannot show is how fast *this* machine is. Four stages that compute at full speed on two cores have to share them. The last section lets you see that.
+# Every time that you will see was read from a clock. So whatever comes on top is in it too: messages, updates, an operating system that wakes a worker late. What a paced run cannot show is how fast *this* machine is. Four stages that compute at full speed on two cores have to share them. The section before the summary lets you see that.
 #
 # **Predict first.** A forward takes 20 ms and a backward 40 ms, and each worker does 8 of both. That is 480 ms of work per worker. Will the four of them be done after 480 ms?
 

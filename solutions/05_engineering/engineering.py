@@ -615,7 +615,7 @@ for m in (8, 32, 128):
 ps.draw.gantt(*(run.trace for run in runs.values()))
 
 # %% [markdown]
-# The black box in the lower chart is an update: the first of the two is done, and waits for the other to add up.
+# The long black boxes in the lower chart are updates: the two workers of the slow stage add up their gradients, and the first one waits for the other.
 #
 # A third more workers, and in the long run nearly twice the pace: help where everybody waits is worth more than its share.
 #
