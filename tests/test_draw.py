@@ -199,14 +199,82 @@ def test_compare_has_one_time_axis_and_says_which_is_which() -> None:
     assert chart.alt == (
         "Two Gantt charts on one time axis. gpipe, p=4, m=8 (predicted): makespan 165 ms; "
         "gpipe, p=4, m=8 (measured, paced): makespan 168.3 ms, +3.3 ms (+2.0%) against the "
-        "prediction."
+        "prediction. Below them: measured, paced: 2.0% over the prediction (actions +2.0%, "
+        "messages +0.0%, between actions +0.0%)."
     )
+
+
+def test_compare_says_below_the_measured_chart_why_it_is_late() -> None:
+    trace = predicted(forward=0.005, backward=0.010)
+    late = measured(trace, slower=1.02)
+    chart = draw.compare(trace, late)
+    (line,) = chart.texts
+    assert line.get_text() == str(ps.why_late(trace, late))
+    lowest = min(axes.get_position().y0 for axes in chart.axes)
+    room = line.get_window_extent()
+    assert 0 < room.y0 and room.y1 < lowest * chart.bbox.height
+    (legend,) = chart.legends
+    assert not room.overlaps(legend.get_window_extent())
+    assert room.x1 < chart.bbox.width
+
+
+def test_compare_says_that_the_machine_disturbed_a_run() -> None:
+    trace = predicted(forward=0.005, backward=0.010)
+    # The last backward of worker 0 ends 33 ms late, as long as something else had its core.
+    late = {
+        ps.B(0, 7): lambda s: s._replace(end=s.end + 0.033, waited=0.033),
+        ps.U(0, 0): lambda s: s._replace(start=s.start + 0.033, end=s.end + 0.033),
+    }
+    spans = tuple(late.get(s.action, lambda s: s)(s) for s in measured(trace).spans)
+    chart = draw.compare(trace, replace(trace, spans=spans, label="measured, paced"))
+    said = (
+        "measured, paced: 20.0% over the prediction, of which 20.0% is a worker that the machine "
+        "kept waiting: run it again"
+    )
+    assert [text.get_text() for text in chart.texts] == [said]
+    assert lines(chart)[3] == "makespan 198 ms, +33 ms (+20.0%) against the prediction"
+    assert chart.alt.endswith(f" against the prediction. Below them: {said}.")
+
+
+def test_compare_gives_no_reason_where_there_is_none_to_give() -> None:
+    trace = predicted(forward=0.005, backward=0.010)
+    updates = replace(trace, spans=tuple(s for s in trace.spans if s.action.kind != "U"))
+    for above, below in (
+        (trace, trace),  # two predictions
+        (updates, measured(trace)),  # other actions
+        (predicted(), measured(trace)),  # fitted to the run
+        (predicted(forward=0, backward=0), measured(predicted(forward=0, backward=0))),
+    ):
+        chart = draw.compare(above, below)
+        assert not chart.texts and "Below them" not in chart.alt
+
+
+@pytest.mark.parametrize(
+    ("slower", "said"),
+    [
+        (1.0, "makespan 1.65 s, as predicted"),
+        (1.0004, "makespan 1.651 s, as predicted"),
+        (0.9, "makespan 1.485 s, -165 ms (-10.0%) against the prediction"),
+        (2.0, "makespan 3.3 s, +1.65 s (+100.0%) against the prediction"),
+    ],
+)
+def test_compare_says_by_how_much_in_digits_that_count(slower: float, said: str) -> None:
+    trace = predicted(forward=0.05, backward=0.1)
+    assert lines(draw.compare(trace, measured(trace, slower)))[3] == said
 
 
 def test_compare_stretches_a_prediction_in_other_units_and_says_so() -> None:
     chart = draw.compare(predicted(), measured(predicted(forward=0.005, backward=0.010)))
     assert lines(chart)[1] == "makespan 33 units, one unit drawn as 5 ms"
     assert lines(chart)[3] == "makespan 165 ms"  # no gap: the prediction was fitted
+
+
+def test_compare_takes_a_run_on_a_busy_machine_for_what_it_is() -> None:
+    trace = predicted(forward=0.005, backward=0.010)
+    late = replace(measured(trace, slower=4.0), label="measured")
+    assert lines(draw.compare(trace, late))[3] == (
+        "makespan 660 ms, +495 ms (+300.0%) against the prediction"
+    )
 
 
 def test_compare_refuses_traces_of_different_pipelines() -> None:

@@ -39,6 +39,12 @@ class Delay(NamedTuple):
 
 def delays(trace: Trace) -> list[Delay]:
     """One for each action of a measured or simulated trace, worker by worker."""
+    return _beyond(trace, {})
+
+
+def _beyond(trace: Trace, transit: Mapping[tuple[int, int], float]) -> list[Delay]:
+    """`delays` beyond those that were declared: `transit` seconds of a message, from worker to
+    worker, are no delay; its input counts as made when they are over."""
     made_by = {used_by(s.action): s for s in trace.spans if s.action.kind in ("F", "B", "I")}
     begin = min((span.start for span in trace.spans), default=0.0)
     found = []
@@ -48,7 +54,9 @@ def delays(trace: Trace) -> list[Delay]:
             source = made_by.get(_input_of(span.action))
             if source and source.worker == span.worker:
                 source = None
-            free, made = before.end if before else begin, source.end if source else begin
+            free, made = before.end if before else begin, begin
+            if source:
+                made = source.end + transit.get((source.worker, span.worker), 0.0)
             late = source is not None and made > free
             gap = span.start - max(free, made)
             found.append(
@@ -125,13 +133,35 @@ class Lateness:
         return f"{how}: {over} ({parts})"
 
 
+def same_actions(predicted: Trace, measured: Trace) -> bool:
+    """Has every worker the same actions in both, in whatever order?"""
+    ours, theirs = ({(s.worker, s.action) for s in t.spans} for t in (predicted, measured))
+    return ours == theirs
+
+
+def tell(runs: Mapping[str, tuple[Trace, Trace]]) -> None:
+    """Print the line of `why_late` for several runs that are compared with one another.
+
+    runs: (predicted, measured) by the name of the run. A last line names those that the machine
+    disturbed: to compare them would say more about the machine than about the runs.
+    """
+    found = {name: why_late(*traces) for name, traces in runs.items()}
+    width = max(map(len, found), default=0)
+    for name, lateness in found.items():
+        print(f"{name:<{width}}  {lateness}")
+    disturbed = [name for name, lateness in found.items() if lateness.disturbed]
+    if disturbed:
+        busy = ", ".join(disturbed)
+        print(f"Before you compare: the machine was busy during {busy}. Run it again.")
+
+
 def why_late(predicted: Trace, measured: Trace) -> Lateness:
     """By how much `measured` took longer than `predicted`, and where that time went.
 
     Both must be of the same schedule: ValueError where they do not have the same actions.
     """
     expected = {(span.worker, span.action): span for span in predicted.spans}
-    if expected.keys() != {(span.worker, span.action) for span in measured.spans}:
+    if not same_actions(predicted, measured):
         raise ValueError(
             f"a run can only be held against a prediction of the same actions: {predicted.name}, "
             f"p={predicted.p}, m={predicted.m} has {len(predicted.spans)}, and {measured.name}, "
@@ -139,19 +169,16 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
         )
     if predicted.makespan <= 0:
         raise ValueError("the prediction takes no time: give its Cost the seconds of the run")
-    known = {delay.span: delay for delay in delays(measured)}
-    transit = _declared_transit(predicted)
+    known = {delay.span: delay for delay in _beyond(measured, _declared_transit(predicted))}
     work = delivery = between = machine = 0.0
     chain = []
     span: Span | None = max(measured.spans, key=lambda s: s.end)
     while span:
         delay = known[span]
         late = span.seconds - expected[span.worker, span.action].seconds
-        on_way = delay.delivery
-        if delay.after and delay.after.worker != span.worker:
-            on_way -= transit.get((delay.after.worker, span.worker), 0.0)
-        work, delivery, between = work + late, delivery + on_way, between + delay.between
-        machine += min(delay.machine, max(late + on_way + delay.between, 0.0))
+        work, between = work + late, between + delay.between
+        delivery += delay.delivery
+        machine += min(delay.machine, max(late + delay.delivery + delay.between, 0.0))
         chain.append(span.action)
         span = delay.after
     return Lateness(
@@ -160,7 +187,7 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
         work,
         delivery,
         between,
-        machine,
+        min(machine, max(measured.makespan - predicted.makespan, 0.0)),
         tuple(reversed(chain)),
         "paced" in measured.label,
     )

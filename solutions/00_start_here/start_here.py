@@ -4,7 +4,7 @@
 # In ten minutes you will have
 #
 # - started four real worker processes that train one model together,
-# - seen, in a chart of their own clocks, who worked when,
+# - seen in a chart who worked when,
 # - checked that everything the course needs works on this machine.
 #
 # **You need** nothing but this notebook. No GPU, no cloud account, no download. Run a cell with Shift+Enter, from top to bottom.
@@ -63,7 +63,9 @@ print(f"this notebook is process {os.getpid()}")
 #
 # The next cell starts four processes. They get one stage each, and train on one batch of 64 samples, cut into 8 microbatches of 8. In which order does each worker do its forwards and backwards? That is called a *schedule*. This one is GPipe: first all forwards, then all backwards.
 #
-# Your machine may have fewer than four cores. So the stages are *paced*: each really computes and really sends its result to its neighbour, and then waits until 20 milliseconds are over for a forward, 40 for a backward. That way you see what four devices would do. A paced chart always says so.
+# Your machine may have fewer than four cores. So the stages are *paced*. Each really computes and really sends its result to its neighbour. But it begins a forward when it has its input in hand, and waits until 20 milliseconds are over before it hands on the result; for a backward 40. A worker that waits needs no core. That way you see the gaps that four devices would have. A paced chart always says so.
+#
+# Every time that you will see was read from a clock. So whatever comes on top is in it too: messages, updates, an operating system that wakes a worker late. What a paced run cannot show is how fast *this* machine is. Four stages that compute at full speed on two cores have to share them. The section before the summary lets you see that.
 #
 # **Predict first.** A forward takes 20 ms and a backward 40 ms, and each worker does 8 of both. That is 480 ms of work per worker. Will the four of them be done after 480 ms?
 
@@ -84,6 +86,7 @@ work = schedule.m * sum(pace)
 late = result.trace.makespan - work
 print(f"work of one worker: {work * 1000:.0f} ms")
 print(f"done after:         {result.trace.makespan * 1000:.0f} ms, {late * 1000:.0f} ms later")
+print(f"unit 01 will say:   {(schedule.p - 1) * sum(pace) * 1000:.0f} ms later")
 
 # Microbatches may differ in size by one sample, so each loss counts as often as it has samples.
 sizes = [len(part) for part in batch[0].tensor_split(schedule.m)]
@@ -93,7 +96,7 @@ print(f"loss of the batch:  {total / sum(sizes):.3f}")
 # %% [markdown]
 # Four lines came from four processes, and each has a number of its own. What a worker prints always reaches the cell that started it.
 #
-# And no, 480 ms were not enough: nobody worked longer than that, but everybody also had to wait. How long they waited stands at the end of the second line. In unit 01 you will work it out beforehand: $(p - 1) \cdot (20 + 40)$ ms, which is 180 ms for $p = 4$ stages. Anything beyond that is the time that messages and the operating system take.
+# And no, the work of one worker was not all: everybody also had to wait. How long stands at the end of the second line. In unit 01 you will work it out beforehand, as $(p - 1) \cdot (20 + 40)$ ms for $p$ stages: that is the third line. What you measured is a little more. Messages take time, a worker needs a moment between two actions, and it may be woken late. The comparison below says how much of each there was.
 #
 # Now the chart of what they did. Each row is a worker, each box an action, and the number in the box is the microbatch.
 
@@ -125,14 +128,16 @@ predicted = ps.simulate(schedule, ps.Cost(*pace))  # the pace is declared, so it
 ps.draw.compare(predicted, result.trace)
 
 # %% [markdown]
-# They should agree to within a few percent. You will write such a simulator yourself in unit 01. There you will also predict, before anything runs, how long the gaps are.
+# They should agree to within a few percent. The line below the charts says by how much the run was longer, and why: *actions* that took longer than declared, *messages* on their way, and the time *between actions*. If it speaks of *a worker that the machine kept waiting*, something else was running on your machine: go back and run the cell that calls `ps.run` again.
+#
+# You will write such a simulator yourself in unit 01. There you will also predict, before anything runs, how long the gaps are.
 #
 # **Try it.** Change `m=8` to `m=2` at the top of the cell that calls `ps.run`. Then run three cells again: that one, the chart below it, and this section's comparison. Which part of the time is grey now? How many milliseconds does a worker wait, and how many did it wait before?
 #
 # <details>
 # <summary>Answer</summary>
 #
-# More than half of the time is grey. Yet a worker waits about 180 ms, as before: only the work between the gaps has become less. (The pace is per microbatch, so two microbatches are also less work than eight. A real microbatch of 32 samples would take longer than one of 8.)
+# More than half of the time is grey. Yet the waiting at the end of the second line is about what it was, and the third line did not change at all: only the work between the gaps has become less. (The pace is per microbatch, so two microbatches are also less work than eight. A real microbatch of 32 samples would take longer than one of 8.)
 # </details>
 
 # %% [markdown]
@@ -144,6 +149,26 @@ ps.draw.compare(predicted, result.trace)
 from pipeschool import grade
 
 grade.self_check()
+
+# %% [markdown]
+# ## If you like: at full speed
+#
+# Two larger stages, and no pace. Now the prediction comes from a stop-watch: `ps.profile` runs one stage after the other in this notebook's own process, and notes the seconds of each.
+
+# %%
+heavy = [
+    nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(2)
+]
+large = (torch.randn(2048, 512), torch.randn(2048, 512))
+line = ps.gpipe(p=2, m=8)
+
+cost = ps.profile(heavy, large, m=8)  # seconds of a forward and a backward of each stage, alone
+full_speed = ps.run(line, heavy, [large])  # mse_loss, where no loss is given
+print(f"{line.p} workers on a machine with {os.cpu_count()} cores")
+ps.draw.compare(ps.simulate(line, cost), full_speed.trace)
+
+# %% [markdown]
+# Most likely the run took longer than the prediction, by more than a paced one. The stop-watch timed each stage alone; here two work at the same time and share the memory of the machine, so their *actions* take longer. And *a worker that the machine kept waiting* had no core. Either another program had it: then run the cell again. Or there are fewer cores than workers: then that does not help, and more devices would.
 
 # %% [markdown]
 # ## Summary
@@ -162,7 +187,7 @@ grade.self_check()
 # <summary>Answers</summary>
 #
 # 1. Activations: what one stage returns is what the next one gets. Gradients travel the other way, in the backward. Weights stay where they are.
-# 2. So that a machine with few cores shows what one device per stage would do. The work and the messages are real, the lengths are declared.
+# 2. So that a machine with few cores shows the gaps that one device per stage would have. The work and the messages are real, and so are the times on the clock. Declared is only how long an action lasts at least.
 # 3. Nothing. It waits for a message from its neighbour.
 # </details>
 #

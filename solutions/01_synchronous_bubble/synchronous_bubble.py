@@ -17,9 +17,11 @@
 # Run the cells one by one, with Shift+Enter. *Run All Cells* stops at the first exercise that is not solved yet, because its check fails. If that happens, go on below it by hand.
 
 # %%
+import os
+
 import pipeschool as ps
 import torch
-from pipeschool import grade
+from pipeschool import grade, lateness
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -100,7 +102,7 @@ ps.draw.gantt(predicted_naive)
 #
 # Here $p$ is the number of stages, $m$ the number of parts, $t_F$ and $t_B$ the seconds of one forward and one backward of one part on one stage. More workers make the *model* fit. They do not make the batch faster.
 #
-# That was a drawing. The next cell runs your order on four real processes, on handwritten digits. As in unit 00 the stages are paced: a forward takes 20 ms and a backward 40 ms, on any machine. The prediction above the measurement is in seconds too. It is made from the declared pace, without looking at the run.
+# That was a drawing. The next cell runs your order on four real processes, on handwritten digits. As in unit 00 the stages are paced: they really compute and send, and a forward ends no earlier than 20 ms after its input was there, a backward no earlier than 40 ms. All times are from the clock. The prediction above the measurement is in seconds too. It is made from the declared pace, without looking at the run.
 
 # %%
 pace = (0.02, 0.04)  # seconds of a forward, of a backward
@@ -108,6 +110,8 @@ measured_naive = ps.run(naive, stages, [(inputs, targets)], loss=loss, pace=pace
 ps.draw.compare(ps.simulate(naive, ps.Cost(*pace)), measured_naive.trace)
 
 # %% [markdown]
+# The line below the charts says by how much the run was longer, and why. That is what a drawing leaves out: messages, and moments between actions. If it speaks of *a worker that the machine kept waiting*, run the cell again. (A paced run does not show how four stages at full speed share your cores. Section 3 does.)
+#
 # Why do they not all work at once? Because of what an action needs. A forward needs the result of the stage before it, and a backward needs the gradient from the stage after it. While your cup is with somebody else, you wait.
 
 # %% [markdown]
@@ -203,7 +207,7 @@ for sizes in (even, [1000, 500, 200, 97]):
         print(f"{name:<12}{ratio:>8.2f}{error:>10.1e}")
 
 # %% [markdown]
-# With microbatches of (almost) the same size, the gradient without weights is $m$ times as long as it should be: ratio 8, and an error of 7, because 8 lengths are 7 more than 1. With plain SGD you would see it at once, because the steps are $m$ times too long. Adam divides by the size of the gradient, so it hides the mistake.
+# With microbatches of (almost) the same size, the gradient without weights is $m$ times as long as it should be. That is the ratio; the error is $m - 1$ lengths, for so much is too much. With plain SGD you would see it at once, because the steps are $m$ times too long. Adam divides by the size of the gradient, so it hides the mistake.
 #
 # With uneven sizes it is not $m$ times. It even points in another direction, because samples in small microbatches count for more than the others. For the same reason $1/m$ is right only while all microbatches have the same size. Your weights are off by rounding only. pipeschool's runtime weighs exactly as you just did.
 
@@ -271,9 +275,17 @@ ps.draw.gantt(predicted_naive, predicted_gpipe)
 measured_gpipe = ps.run(gpipe, stages, [(inputs, targets)], loss=loss, pace=pace)
 gain = measured_naive.trace.makespan / measured_gpipe.trace.makespan
 print(f"{gain:.2f} times as fast as the naive order, measured")
+lateness.tell(
+    {
+        "naive": (ps.simulate(naive, ps.Cost(*pace)), measured_naive.trace),
+        "gpipe": (ps.simulate(gpipe, ps.Cost(*pace)), measured_gpipe.trace),
+    }
+)
 ps.draw.compare(ps.simulate(gpipe, ps.Cost(*pace)), measured_gpipe.trace)
 
 # %% [markdown]
+# Two runs can be compared if the machine disturbed neither. Their lines say so.
+#
 # Fast is easy if the result may be wrong. So: are the gradients those of one process without any pipeline? `pipeschool.runtime.reference` goes through all stages in this notebook's own process, without a pipeline. The next cell does that twice, with the same eight microbatches one after the other, and with the whole batch at once, and subtracts.
 
 # %%
@@ -299,6 +311,21 @@ for stage, ours in enumerate(measured_gpipe.gradients):
 # Up to rounding, all three are the same gradient. The pipeline changed *when* things are computed, not *what*. A synchronous pipeline needs no new learning rate.
 #
 # (Rounding depends on the order in which floats are added. The whole batch is added up in another order than eight parts, so the last column is tiny and not 0. The middle column is 0 if your backwards run in the order of the reference. Did you let them run in reverse?)
+#
+# And without a pace? Here are four larger stages at full speed. The prediction comes from `ps.profile`, which runs the stages one after the other in this notebook's process, and takes the time.
+
+# %%
+heavy = [
+    nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(4)
+]
+large = (torch.randn(2048, 512), torch.randn(2048, 512))
+alone = ps.profile(heavy, large, m=8)
+full_speed = ps.run(gpipe, heavy, [large])
+print(f"4 workers on a machine with {os.cpu_count()} cores")
+ps.draw.compare(ps.simulate(gpipe, alone), full_speed.trace)
+
+# %% [markdown]
+# With fewer cores than workers, the workers take turns on them: that is *a worker that the machine kept waiting*, and running it again will not help. With enough cores they still share the machine's memory, so *actions* take longer than alone. A paced worker mostly sleeps, and nearly always finds a core when it needs one. So the paced run shows the bubble of four devices, and this one shows your machine.
 
 # %% [markdown]
 # ## 4. When does each action start?
@@ -411,10 +438,11 @@ for worker, guess in ((2, guess_busy_2), (0, guess_busy_0)):
     grade.reveal(guess, round(busy / predicted_slow.makespan, 3), f"of it, worker {worker}")
 shares = [f"{busy / measured_slow.trace.makespan:.0%}" for busy in measured_slow.trace.busy]
 print("Measured, workers 0 to 3:", ", ".join(shares))
+print(ps.why_late(ps.simulate(gpipe, ps.Cost(forward, backward)), measured_slow.trace))
 ps.draw.compare(predicted_slow, measured_slow.trace)
 
 # %% [markdown]
-# Worker 2 has twice the work of the others, and is busy for 84% of the predicted makespan. Once the first cup is there it goes from cup to cup, with one short gap, between its last forward and its first backward. The others are busy for 42%.
+# Worker 2 has twice the work of the others, so it is busy for twice their share of the makespan. Once the first cup is there it goes from cup to cup, with one short gap, between its last forward and its first backward.
 #
 # Where do they wait? *Behind* the slow station there is a gap after every cup: worker 3 in the forwards, workers 1 and 0 in the backwards, because they get a cup only every 40 or 80 ms. *In front of* it there is none: workers 0 and 1 do all their forwards in one go, and worker 3 all its backwards. The cups pile up before worker 2, and the wait comes in one piece. The whole batch goes at the pace of one slow station. We come back to that in the claims.
 #
@@ -515,8 +543,11 @@ for name, trace in (
     ("naive, simulated", predicted_naive),
 ):
     print(f"{name:<28}{trace.bubble_of_total:>10.4f}{trace.bubble_of_ideal:>10.4f}")
+print(ps.why_late(ps.simulate(gpipe, ps.Cost(*pace)), measured_gpipe.trace))
 
 # %% [markdown]
+# The measured bubbles are a little larger than your formulas say: whatever the last line names besides actions is time in which nobody works, too.
+#
 # A third denominator goes around. The zero-bubble papers take the longest time any *one* worker has between its first action and its last, and ask which share of it that worker's own work leaves empty. For GPipe, worker 0 begins first and ends last, so this *zero-bubble rate* equals the bubble of total. For the schedules of unit 07 it does not. So always say which one you mean; pipeschool always prints the label.
 
 # %% [markdown]

@@ -18,10 +18,11 @@
 import copy
 import itertools
 import math
+import os
 
 import pipeschool as ps
 import torch
-from pipeschool import grade
+from pipeschool import grade, lateness
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -257,7 +258,7 @@ stream = ps.Schedule.from_workers(my_order, p=4, m=16, weights="stash", name="my
 predicted_stream = ps.simulate(stream, ps.Cost(forward=0.02, backward=0.04))
 
 # %% [markdown]
-# Now for real: four processes, paced as in unit 01 (20 ms for a forward, 40 ms for a backward).
+# Now for real: four processes, paced as in unit 01. They really compute, send and update. A forward ends no earlier than 20 ms after its input was there, a backward no earlier than 40 ms, and all times are from the clock.
 
 # %%
 measured_stream = ps.run(
@@ -266,7 +267,7 @@ measured_stream = ps.run(
 ps.draw.compare(predicted_stream, measured_stream.trace)
 
 # %% [markdown]
-# Every box of a worker is now followed by the next, except at the two ends. And the black lines, the updates, are everywhere.
+# Every box of a worker is now followed by the next, except at the two ends. And the black lines, the updates, are everywhere. Nobody declared a time for them: they take what they take, and the line below the charts counts them among the *actions*. If it says *run it again*, the machine was busy: do that.
 #
 # ### Twenty batches, measured
 #
@@ -285,13 +286,38 @@ measured_gain = with_flush.makespan / without_flush.makespan
 formula = gain_of(4, 8, 20)
 print(f"gain measured {measured_gain:.3f}, by your formula {formula:.3f}", end=" ")
 print(f"({measured_gain / formula - 1:+.1%})")
+declared = ps.Cost(*options["pace"])
+lateness.tell(
+    {
+        "with flushes": (ps.simulate(ps.gpipe(p=4, m=8, batches=20), declared), with_flush),
+        "one stream": (ps.simulate(long_stream, declared), without_flush),
+    }
+)
 for trace in (with_flush, without_flush):
     updates = sum(span.action.kind == "U" for span in trace.rows[0])
     print(f"{trace.name}: {updates} updates, each with the gradient of {1600 // updates} digits")
 ps.draw.gantt(with_flush, without_flush)
 
 # %% [markdown]
+# The gain is what two runs say, and a machine that disturbed one of them says another number. So look at the two lines first: if one asks for it, run the cell again. What is left is the price of many actions. Messages and updates come on top of the pace, and the stream has an update for each microbatch.
+#
 # Be fair to GPipe: this compares *time*, and not what was learnt. GPipe made few updates, each with the gradient of a whole batch. The stream made many, each with the gradient of one microbatch. Which of them learns more per second is another question. Unit 03 turns to learning.
+#
+# And at full speed? A pace cannot show that. Here are two larger stages without one. `ps.profile` has timed each of them alone, its update included, and the prediction is made from that.
+
+# %%
+heavy = [
+    nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(2)
+]
+large = (torch.randn(4096, 512), torch.randn(4096, 512))
+short = ps.Schedule.from_workers(my_order, p=2, m=16, weights="stash", name="my stream")
+alone = ps.profile(heavy, large, m=16, optimizer=sgd)
+full_speed = ps.run(short, heavy, [large], optimizer=sgd)
+print(f"2 workers on a machine with {os.cpu_count()} cores")
+ps.draw.compare(ps.simulate(short, alone), full_speed.trace)
+
+# %% [markdown]
+# In a stream everybody always works, so the workers get in each other's way all the time. With a core for each they share the machine's memory, and their *actions* take longer than alone. With fewer free cores than workers they also take turns: *a worker that the machine kept waiting*. Two devices would share nothing but the link.
 
 # %% [markdown]
 # ## 4. One cup, and all the cups
@@ -416,7 +442,7 @@ for worker, busy in enumerate(measured_slow.busy):
     print(f"worker {worker} works {busy / measured_slow.makespan:.0%} of the time")
 
 # %% [markdown]
-# Worker 2 never rests, and the three others rest half of the time. Dropping the barrier does not help them: the cups they wait for are not made yet. In the steady state, the throughput of a line is that of its slowest stage. How to cut a model so that no stage is slow is a topic of unit 05.
+# In the middle of the stream worker 2 never rests, and the three others rest half of the time. Dropping the barrier does not help them: the cups they wait for are not made yet. In the steady state, the throughput of a line is that of its slowest stage. How to cut a model so that no stage is slow is a topic of unit 05.
 #
 # **Here is a good place to stop.** So far it was about time. The rest is about what it costs. When you come back, run the cells from the top: it takes less than a minute.
 

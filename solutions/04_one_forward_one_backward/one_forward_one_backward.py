@@ -16,12 +16,13 @@
 # Nine exercises earn points. As before, what you write is used in the cells after it. Until it passes its checks, those cells use pipeschool's own answer and say so.
 
 # %%
+import os
 from dataclasses import replace
 from functools import partial
 
 import pipeschool as ps
 import torch
-from pipeschool import course_data, grade
+from pipeschool import course_data, grade, lateness
 from pipeschool.dependencies import sender_of
 from pipeschool.runtime import reference
 from torch import nn
@@ -76,6 +77,8 @@ ps.draw.live_bytes(gpipe_predicted, gpipe_measured.trace)
 
 # %% [markdown]
 # At the top the schedule, below it each worker's memory. The areas are predicted, kind by kind. The black line is measured: four real processes counted every tensor that was alive. (MB are millions of bytes.)
+#
+# The run is *paced*: the processes really compute, send and keep, and an action ends no earlier than its declared time after its input was there. So the order of things is that of four devices, and the bytes and the times are measured. How fast four stages would be that share your cores at full speed, it does not show.
 #
 # Activations rise like a staircase while cups go down, and fall while they come back. The *buffers* are the inputs that came from the stage before. A backward needs them as well, so they are kept as long. *Working* is what a backward needs for itself while it runs.
 #
@@ -175,7 +178,7 @@ grade.check(one_f_one_b_order, points=5, seed=grade.seed())
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# **Predict.** GPipe needs 33 seconds for $p = 4$, $m = 8$, $t_F = 1$, $t_B = 2$. And your order?
+# **Predict.** GPipe needs $(m + p - 1)(t_F + t_B)$ seconds, here with $p = 4$, $m = 8$, $t_F = 1$, $t_B = 2$. And your order?
 
 # %%
 guess_1f1b = None  # seconds
@@ -208,10 +211,32 @@ print(f"largest difference from the gradients of one process: {error:.1e}")
 for name, trace in (("GPipe", gpipe_measured.trace), ("your 1F1B", measured.trace)):
     print(f"{name:<10} measured, paced: {trace.makespan:.3f} s", end=", ")
     print(f"bubble of total {trace.bubble_of_total:.1%}")
+lateness.tell(
+    {
+        "GPipe": (gpipe_predicted, gpipe_measured.trace),
+        "your 1F1B": (ps.simulate(mine, predict), measured.trace),
+    }
+)
 ps.draw.live_bytes(ps.simulate(mine, predict), measured.trace)
 
 # %% [markdown]
-# Compare with the chart in section 1. The staircase is cut off after a few steps, and it is lower for each worker down the line.
+# Compare with the chart in section 1. The staircase is cut off after a few steps, and it is lower for each worker down the line. And the times? They are the same if the machine disturbed neither run. Where a line says *run it again*, run the cell again (for GPipe the one in section 1).
+#
+# Without a pace, the prediction has to come from a stop-watch. `ps.profile` times two larger stages, one at a time, and then both run under 1F1B at full speed.
+
+# %%
+heavy = [
+    nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(2)
+]
+large = (torch.randn(2048, 512), torch.randn(2048, 512))
+two = ps.one_f_one_b(p=2, m=8)
+alone = ps.profile(heavy, large, m=8)
+full_speed = ps.run(two, heavy, [large])
+print(f"2 workers on a machine with {os.cpu_count()} cores")
+ps.draw.compare(ps.simulate(two, alone), full_speed.trace)
+
+# %% [markdown]
+# The stop-watch timed each stage alone. Together they share the machine's memory, so *actions* take longer; with fewer free cores than workers they share those too, and the line speaks of *a worker that the machine kept waiting*. One device per stage is what the paced run stands for.
 #
 # ### Exercise 3: in flight (1 point)
 #
@@ -582,9 +607,17 @@ grade.reveal(guess_saves_nothing, formula.index(min(formula)), "(the worker wher
 longer = again.trace.makespan - measured.trace.makespan
 print(f"\nseconds paid: your formula {paid(4, 8, *pace):.3f}, measured {longer:.3f}", end=" ")
 print(f"({longer / measured.trace.makespan:+.0%} of the batch)")
+runs = {
+    "nobody": (ps.simulate(mine, predict), measured.trace),
+    "everybody": (ps.simulate(mine, replace(predict, recompute=True)), again.trace),
+}
+print("who recomputes, and the time of the run:")
+lateness.tell(runs)
 ps.draw.live_bytes(ps.simulate(mine, replace(predict, recompute=True)), again.trace)
 
 # %% [markdown]
+# (The seconds paid are the difference of two runs. They mean something if the machine disturbed neither; else run the cell again, and for *nobody* the one in section 3.)
+#
 # The last worker pays as much time as the others and saves nothing: it never had more than one cup. Also note what recomputation does not touch: the buffers. The inputs must be there, or nothing could be made again.
 #
 # With $t_B = 2 t_F$ the price is a third more time, $(2t_F + t_B)$ over $(t_F + t_B)$, whatever $p$ and $m$ are. You will use it where it is needed, and only there.
@@ -757,6 +790,8 @@ for name, run in (("nobody", measured), ("as planned", some), ("everybody", agai
     fits = "fits" if highest <= 1 else "does not fit"
     print(f"{name:<16}{run.trace.makespan:>10.3f}{highest:>20.2f}   {fits}")
 print("you predicted:", guess_half)
+runs["as planned"] = ps.simulate(mine, replace(predict, recompute=plan)), some.trace
+lateness.tell(runs)
 
 print("\nsimulated: how much of the extra time the plan pays")
 for m in (4, 8, 32, 128):

@@ -17,13 +17,14 @@
 
 # %%
 import math
+import os
 import time
 from collections.abc import Callable
 from itertools import pairwise
 
 import pipeschool as ps
 import torch
-from pipeschool import course_data, grade
+from pipeschool import course_data, grade, lateness
 from pipeschool.runtime import reference
 from torch import nn
 
@@ -72,9 +73,9 @@ grade.reveal(guess_real, round(1000 * measured.trace.makespan), "ms, measured, p
 ps.draw.compare(drawing, measured.trace)
 
 # %% [markdown]
-# At the top the drawing, below it four real processes. They do the real work, wait until the declared time is over, and every message is really held back for 20 ms. So the run is *measured*, and *paced*.
+# At the top the drawing, below it four real processes. They do the real work and wait until the declared time is over, counted from when their input was there. Every message is really held back for 20 ms. So the run is *measured*, and *paced*: what was declared lasts at least so long, what was not takes what it takes, and every time is from a clock. (It does not show how four stages at full speed share your cores; section 4 does.)
 #
-# Each line of the next table lets one more thing into the prediction. What it adds is that thing's share of the gap.
+# Each line of the next table lets one more thing into the prediction. What it adds is that thing's share of the gap. Then `ps.why_late` holds the run against the best of these predictions, and takes apart what nobody declared. It goes back along the actions that made the run as long as it was.
 
 # %%
 steps = [
@@ -85,11 +86,21 @@ steps = [
 ]
 before = 0.0
 for name, seconds in steps:
-    print(f"{name:<42}{1000 * seconds:>7.0f} ms", end="")
-    print(f"{1000 * (seconds - before):>+8.0f} ms" if before else "")
+    print(f"{name:<42}{1000 * seconds:>8.1f} ms", end="")
+    print(f"{1000 * (seconds - before):>+8.1f} ms" if before else "")
     before = seconds
+
+why = ps.why_late(with_messages, measured.trace)
+for name, seconds in (
+    ("    actions: longer than their pace", why.work),
+    ("    messages: longer than their latency", why.delivery),
+    ("    between two actions of a worker", why.between),
+    ("    of these: the machine was busy", why.machine),
+):
+    print(f"{name:<53}{1000 * seconds:>+8.1f} ms")
+print(f"in one line: {why}")
 start_up = "start-up, before the first action"
-print(f"{start_up:<42}{1000 * measured.start_seconds:>7.0f} ms, paid once, not in the lines above")
+print(f"{start_up:<42}{1000 * measured.start_seconds:>8.1f} ms, paid once, not in the lines above")
 
 # %% [markdown]
 # Now the gap has names:
@@ -97,7 +108,7 @@ print(f"{start_up:<42}{1000 * measured.start_seconds:>7.0f} ms, paid once, not i
 # - **Imbalance**: the slowest stage sets the pace (unit 02). Sections 3 to 5 fight it.
 # - **Transfer**: somebody waits for a message. Section 2.
 # - **Start-up**: processes begin, torch loads, workers find each other. Paid once. It hurts only in short runs; never put it into a time per batch.
-# - **The rest**: Python between two actions, the operating system, other programs. On a busy machine it is larger, so run the cell again before you believe it.
+# - **The rest**: a worker that is woken a little late, so that its *actions* take longer than their pace. *Messages*, which need some time even where no latency is declared: they are copied, and the receiver wakes up. Python *between two actions*. And sometimes a *machine that was busy* with something else; if that is most of it, run these cells again before you believe the table.
 #
 # **Try it.** Set `latency = 0`, or make the four stages equal, and run these cells again. Which line of the table changes?
 #
@@ -211,7 +222,7 @@ for m in (4, 8, 32, 128):
 # %% [markdown]
 # Overlapped, all but the messages at the ends are hidden, however many there are. Without overlap, every worker pays for each of its own. And where the link is the slowest station, no overlap helps: send fewer bytes. Cut the model where it is narrow, or use bfloat16.
 #
-# So how does a worker overlap a *receive*? It asks early. `ps.run` asks for the messages of a link ahead of time: a small one lands in its place while the worker computes, and once a link has carried a large one, a thread takes the next off the wire. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
+# So how does a worker overlap a *receive*? It need not be there when the message comes. Between the processes of one machine, `ps.run` lets the operating system keep small messages, and puts large ones into memory that both can see. When the worker comes to its receive, the message mostly lies there. PyTorch programs get the same with `irecv` long before `wait`.
 #
 # ### When 1F1B waits
 #
@@ -221,17 +232,19 @@ for m in (4, 8, 32, 128):
 guess_fastest = None  # "gpipe", "one_f_one_b" or "eager_1f1b"
 
 # %%
-traces, far = {}, 0.02  # seconds of latency
+traces, lines, far = {}, {}, 0.02  # seconds of latency
 print("you predicted:", guess_fastest)
 for build in (ps.gpipe, ps.one_f_one_b, ps.eager_1f1b):
     line = build(p=4, m=8)
     predicted = ps.simulate(line, ps.Cost(0.02, 0.04, latency=far))
     run = ps.run(line, stages, [batch], loss=loss, pace=(0.02, 0.04), latency=far)
     traces[line.name] = run.trace
+    lines[line.name] = predicted, run.trace
     print(f"{line.name:<12} predicted {1000 * predicted.makespan:.0f} ms", end=", ")
     print(
         f"measured, paced {1000 * run.trace.makespan:.0f} ms, in flight {predicted.peak_activations}"
     )
+lateness.tell(lines)
 ps.draw.gantt(traces["one_f_one_b"], traces["eager_1f1b"])
 
 # %% [markdown]
@@ -413,10 +426,25 @@ factor = results["equal"].makespan / results["yours"].makespan
 foretold = predictions["equal"].makespan / predictions["yours"].makespan
 grade.reveal(guess_factor, round(factor, 2), "times as fast, measured, paced")
 print(f"Predicted: {foretold:.2f} times.")
+lateness.tell({name: (predictions[name], trace) for name, trace in results.items()})
 ps.draw.gantt(results["equal"], results["yours"])
 
 # %% [markdown]
-# Above is the equal cut, below yours: look for the worker that never waits. The profile predicted the factor before anything ran in a pipeline. It is less than the ratio of the slowest stages, because filling and draining takes a microbatch's whole way, and that is equally long for any cut.
+# Above is the equal cut, below yours: look for the worker that never waits. The profile predicted the factor before anything ran in a pipeline. It is less than the ratio of the slowest stages, because filling and draining takes a microbatch's whole way, and that is equally long for any cut. (If a line above says *run it again*, the measured factor is not worth much: run the cell again.)
+#
+# Slow motion, because four workers at full speed would share your cores. Here is your cut in two at full speed, with four times as many digits. Nothing is declared: the prediction is what `ps.profile` has measured, one stage at a time.
+
+# %%
+halves = ps.partition.cut_at(profile, cuts_of(seconds, 2)).stages(layers)
+more = (inputs.repeat(4, 1), targets.repeat(4))
+two = ps.one_f_one_b(p=2, m=8)
+alone = ps.profile(halves, more, m=8, loss=loss)
+full_speed = ps.run(two, halves, [more], loss=loss)
+print(f"2 workers on a machine with {os.cpu_count()} cores")
+ps.draw.compare(ps.simulate(two, alone), full_speed.trace)
+
+# %% [markdown]
+# Two workers that compute at once share the machine's memory, so their *actions* take longer than a profile says that times each alone. With fewer free cores than workers they share cores as well, and the line speaks of *a worker that the machine kept waiting*. So take a profile for what it is: right about which stage is slower, and too kind to all of them.
 #
 # ### Workers that are not equal
 #
@@ -575,6 +603,9 @@ print(f"largest difference from the gradients of one process: {error:.1e}")
 
 factor = runs["3 workers"].trace.makespan / runs["4 workers"].trace.makespan
 grade.reveal(guess_fourth_worker, round(factor, 2), "times as fast, measured, paced")
+lateness.tell(
+    {name: (ps.simulate(lines[name], ps.Cost(*pace)), run.trace) for name, run in runs.items()}
+)
 for m in (8, 32, 128):
     times = [
         ps.simulate(line, ps.Cost(*pace)).makespan
@@ -584,7 +615,7 @@ for m in (8, 32, 128):
 ps.draw.gantt(*(run.trace for run in runs.values()))
 
 # %% [markdown]
-# The black box in the lower chart is an update: the first of the two is done, and waits for the other to add up.
+# The long black boxes in the lower chart are updates: the two workers of the slow stage add up their gradients, and the first one waits for the other.
 #
 # A third more workers, and in the long run nearly twice the pace: help where everybody waits is worth more than its share.
 #
@@ -678,7 +709,7 @@ grade.check(best_m, points=4, seed=grade.seed())
 search = grade.yours(best_m)
 small = (inputs[:64], targets[:64])
 a = b = 0.002  # seconds of a forward; a backward takes twice as long
-probes = {}
+probes, disturbed = {}, []
 
 
 def pace_of(samples):
@@ -690,6 +721,8 @@ def measure(m):
         line = ps.one_f_one_b(p=4, m=m)
         run = ps.run(line, stages, [small], loss=loss, pace=pace_of(64 / m))
         probes[m] = 64 / run.trace.makespan
+        if ps.why_late(ps.simulate(line, ps.Cost(*pace_of(64 / m))), run.trace).disturbed:
+            disturbed.append(m)
     return probes[m]
 
 
@@ -698,12 +731,13 @@ print(
     f"\nyour search: m = {found_m}, {probes[found_m]:.1f} samples/s, in {len(probes)} runs instead of 64"
 )
 print("probes:", ", ".join(f"{m}: {rate:.1f}" for m, rate in sorted(probes.items())))
+print("disturbed by the machine:", ", ".join(map(str, sorted(disturbed))) or "none")
 print(
     f"by the formula the best is m = {top}; m = {found_m} has {curve[found_m] / curve[top]:.1%} of its throughput"
 )
 
 # %% [markdown]
-# Near the top $m$ and $m + 1$ differ by less than one run differs from the next. So run the cell twice, and you may get another $m$, nearly as good.
+# Near the top $m$ and $m + 1$ differ by less than one run differs from the next. So run the cell twice, and you may get another $m$, nearly as good. A probe that the machine disturbed says too little, and can send the search the wrong way: if there are any, run the cell again.
 #
 # Now the library's tuner. It does the same, and a few things more: it tries only those $m$ that make microbatches as even as can be, it does not trust differences smaller than the noise, and it can keep to a memory cap.
 
@@ -806,12 +840,19 @@ for name, (norm, its_loss) in suspects.items():
 # The cures:
 #
 # - **Scale**: weigh each microbatch by its share of the samples (unit 01). SGD steps $m$ times too far without it. Adam hides the fault, because it divides by the size of the gradient. It shows again as soon as you clip. The first table below has the length of the first step, over that of the right one.
-# - **BatchNorm**: it computes its mean over 128 samples instead of 1024, so it is *another function*, and its running mean counts each batch $m$ times. Use LayerNorm or GroupNorm, or freeze its statistics. The second table has the largest error in the gradient, and what is left of an old running mean after one batch (0.9 is right). *momentum* is BatchNorm with a running mean that forgets less per microbatch: that mends the mean, and leaves the gradient wrong. *frozen* keeps the old mean as it is.
+# - **BatchNorm**: it computes its mean over 128 samples instead of 1024, so it is *another function*, and its running mean counts each batch $m$ times. Use LayerNorm or GroupNorm, or freeze its statistics. The second table has the largest error in the gradient of a small regression, and what is left of an old running mean after one batch (0.9 is right). An error needs a scale, so the lines below it hold the error on our digits beside the largest number of the right gradient. *momentum* is BatchNorm with a running mean that forgets less per microbatch: that mends the mean, and leaves the gradient wrong. *frozen* keeps the old mean as it is.
 # - **Dropout with recomputation** is a relative of it: if the second forward draws other random numbers, the gradient is that of another function. The third table has the errors; `ps.run` restores the random numbers.
 
 # %%
 print(ps.stability.table(ps.stability.undivided_gradients()), end="\n\n")
-print(ps.stability.table(ps.stability.norms((1, 8))), end="\n\n")
+print(ps.stability.table(ps.stability.norms((1, 8))))
+for name in ("BatchNorm", "LayerNorm"):
+    line = with_norm(suspects[name][0])
+    cut, whole = (reference.gradients(line, [batch], m=m, loss=loss) for m in (8, 1))
+    off, largest = reference.max_error(cut, whole), max(map(abs, flat(whole)))
+    print(f"digits, {name}, m = 8: off by {off:.1e}, largest number {largest:.1e}", end=" ")
+    print(f"({off / largest:.0%})")
+print()
 print(ps.stability.table([ps.stability.dropout_recompute()]))
 
 # %% [markdown]

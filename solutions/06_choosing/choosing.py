@@ -21,7 +21,7 @@ from statistics import mean
 
 import pipeschool as ps
 import torch
-from pipeschool import course_data, grade
+from pipeschool import course_data, grade, lateness
 from pipeschool.mix import GB, GIB, MIB, Mix
 from pipeschool.partition import split_layers
 from pipeschool.runtime import reference
@@ -102,7 +102,8 @@ for name, trace in traces.items():
     print(f"{trace.bubble_of_total:>11.1%}{max(trace.peak_activations):>8g}", end="")
     print(f"{max(trace.weight_versions):>10}{max(trace.staleness):>6}", end="")
     print(f"{max(trace.peak_bytes) / 1000:>8.0f}{learned[name]:>10.1%}")
-print("* measured, paced")
+print("* measured, paced\n")
+lateness.tell({name: (predicted[name], trace) for name, trace in traces.items()})
 
 least = min(trace.makespan for trace in traces.values())
 fastest = [name for name, trace in traces.items() if trace.makespan < 1.04 * least]
@@ -114,7 +115,7 @@ print(f"the four synchronous ones differ by {max(synchronous) - min(synchronous)
 print(f"; you predicted {guess_synchronous_differ}")
 
 # %% [markdown]
-# *most A* is what the fullest worker holds in activations, *most kB* what it holds in all, and *late* says how many updates old its weights were. Where *measured* is far below *predicted*, your machine was busy with something else: run the cell again. Each line is a different bargain. Here are the same numbers as a picture: to the right is faster, up is fuller.
+# *most A* is what the fullest worker holds in activations, *most kB* what it holds in all, and *late* says how many updates old its weights were. The lines below the table say why *measured* is a little below *predicted*. If one says *run it again*, your machine was busy with something else: run the cell again before you compare. Each line of the table is a different bargain. Here are the same numbers as a picture: to the right is faster, up is fuller.
 
 # %%
 speeds = {name: 3 / trace.makespan for name, trace in traces.items()}
@@ -528,10 +529,17 @@ three = ps.run(
 )
 times = pair.trace.makespan / three.trace.makespan
 grade.reveal(guess_times_as_fast, round(times, 2), "times as fast, measured, paced")
+slow_cost = ps.Cost(*slow_first)
+lateness.tell(
+    {
+        "two workers": (ps.simulate(ps.pipedream(2, 16), slow_cost), pair.trace),
+        "three": (ps.simulate(ps.round_robin([2, 1], 16), slow_cost), three.trace),
+    }
+)
 ps.draw.gantt(pair.trace, three.trace)
 
 # %% [markdown]
-# The slowest stage set the pace (unit 02). With two workers it takes half as long per microbatch, and nobody has to wait for it in the long run. The extra worker brings its own copy of the weights, and the two sum their gradients at each update, just like two lines. The black boxes are these sums, and the wait for the other worker. (No time was declared for them. So the clock of a paced forward may already run, and its box then lies upon the black one.)
+# The slowest stage set the pace (unit 02). With two workers it takes half as long per microbatch, and nobody has to wait for it in the long run. The extra worker brings its own copy of the weights, and the two sum their gradients at each update, just like two lines. The black boxes are these sums, and the wait for the other worker. (No time was declared for them, so they come on top of the pace, and the lines count them among the *actions*.)
 
 # %% [markdown]
 # ## 5. Choose

@@ -692,9 +692,10 @@ ran_v = ps.run(ps.zb_v(p=4, m=8), layers, [batch], loss=loss, pace=half_pace)
 print("largest difference from one process:", reference.max_error(ran_v.gradients, one_process))
 print(f"measured: zero-bubble rate {my_rate(ran_v.trace):.3f}, of ideal", end=" ")
 print(f"{ran_v.trace.bubble_of_ideal:.3f} (1F1B: {line.bubble_of_ideal:g} predicted)")
+print(ps.why_late(ps.simulate(ps.zb_v(p=4, m=8), ps.Cost(*half_pace)), ran_v.trace))
 
 # %% [markdown]
-# What remains in the measured rate is what a drawing leaves out: handing over messages, starting actions, and a machine with other things to do.
+# What remains in the measured rate is what a drawing leaves out, and the last line names it: actions that end a little late, messages, and the time between actions. If it says *run it again*, the machine had other things to do, and the rate is theirs.
 
 # %% [markdown]
 # ## 7. Read any schedule in a paper

@@ -43,6 +43,7 @@ BAR = 0.12  # and of the bar at the foot of a worker's last chunk
 WIDTH = 10.0  # all lengths in inches
 LEFT, RIGHT, BOTTOM, TOP = 0.85, 0.15, 0.6, 0.6
 GAP = 0.75  # between two charts
+FOOTER = 0.25  # of a line of text below all charts
 POINTS = 72  # per inch
 SMALLEST = 5.0  # points; numbers that would have to be smaller are left out
 
