@@ -12,6 +12,7 @@ from pipeschool.bench import (
     CLASS,
     OURS,
     RUNTIME,
+    YARDSTICK,
     Benchmark,
     Case,
     all_cases,
@@ -25,8 +26,12 @@ ENGINES = {OURS, CLASS, RUNTIME}
 KEYS = {
     "paced.1f1b": ENGINES,
     "paced.gpipe": ENGINES,
+    "slowly.1f1b": ENGINES,
+    "slowly.gpipe": ENGINES,
     "sleeping.1f1b": ENGINES,
     "sleeping.gpipe": ENGINES,
+    "message.1f1b": ENGINES | {YARDSTICK},
+    "large.1f1b": ENGINES | {YARDSTICK},
     "overhead.1f1b": ENGINES,
     "overhead.gpipe": ENGINES,
     "start.1f1b": ENGINES,
@@ -110,7 +115,7 @@ def test_everything_is_measured_and_comes_out_as_json():
         for name, ratio in case["ratios"].items():
             assert ratio == case["medians"][OURS] / case["medians"][name]
     # A paced or sleeping batch cannot be faster than its slowest worker's declared times.
-    for key in ("paced.1f1b", "paced.gpipe", "sleeping.1f1b", "sleeping.gpipe"):
+    for key in ("paced.1f1b", "slowly.gpipe", "sleeping.1f1b", "sleeping.gpipe"):
         assert min(data["cases"][key]["medians"].values()) > 2 / 3
 
 
@@ -121,7 +126,7 @@ def test_table_and_page_show_medians_and_ratios():
     assert "4 (0.50)" in first and "8 (0.25)" in first
     assert "250,000" in second and second.endswith("at least 300,000")
     page = bench_report.page(by_hand())
-    assert "| 1F1B, paced | 2 | 4 (0.50) | 8 (0.25) | time / ideal |  |" in page
+    assert "| 1F1B, paced | 2 | 4 (0.50) | 8 (0.25) |  | time / ideal |  |" in page
     assert "abacus, 2 cores (4 threads)" in page
     assert "today; load average 0.5 before and 1.5 after" in page
     assert "p=4 workers, m=16 microbatches, medians of 3 rounds" in page

@@ -246,7 +246,7 @@ def test_quick_commands_load_neither_torch_nor_matplotlib(line: str, tmp_path: P
 def test_run_of_a_synchronous_schedule_equals_one_process(capfd: Capture, name: str) -> None:
     found = json_of(capfd, f"run {name} -p 3 -m 4 --batches 2 --pace 0.002,0.004 --json")
     assert found["gradient_max_error"] == 0.0
-    assert (found["backend"], found["device"], found["paced"]) == ("gloo", "cpu", True)
+    assert (found["backend"], found["device"], found["paced"]) == ("local", "cpu", True)
     assert found["peak_activations"] == ps.simulate(ps.build(name, 3, 4)).peak_activations
     predicted, measured = found["predicted"], found["measured"]
     batch = {"naive": 3 * 4, "gpipe": 4 + 3 - 1, "1f1b": 4 + 3 - 1}[name] * 0.006
@@ -278,7 +278,7 @@ def test_run_says_paced_and_draws(capfd: Capture, tmp_path: Path) -> None:
     line = f"run gpipe -p 2 -m 2 --pace 0.002,0.004 --png {png} --trace {trace}"
     status, out, err = run(capfd, line)
     assert (status, err) == (0, "")
-    assert out.startswith("gpipe, p=2, m=2 (measured, paced), gloo on cpu\n")
+    assert out.startswith("gpipe, p=2, m=2 (measured, paced), local on cpu\n")
     assert "predicted from the declared times" in out
     assert out.endswith("largest difference from the gradients of one process: 0\n")
     assert png.read_bytes().startswith(b"\x89PNG")

@@ -91,18 +91,32 @@ def test_an_update_and_a_weight_gradient_wait_for_their_own_worker_only() -> Non
     assert sum(delay.delivery for delay in found.values()) == 0.25
 
 
-def test_the_machine_is_blamed_for_the_action_and_for_the_messages_before_it() -> None:
-    kept = trace(
-        Span(0, F(0, 0), 0, 1, waited=0.25),
-        Span(0, F(0, 1), 2, 3, waited=0.5),
-        messages=(
-            Span(0, F(0, 1), 1, 1.5, waited=0.125),
-            Span(0, F(0, 1), 1.5, 2, waited=0.0625),
-            Span(0, F(0, 1), 3, 4, waited=8),  # after the last action
-            Span(1, F(1, 0), 0, 1, waited=16),  # of another worker
-        ),
-    )
-    assert [delay.machine for delay in delays(kept)] == [0.25, 0.6875]
+def test_the_machine_is_blamed_for_what_it_took_since_the_action_before() -> None:
+    kept = trace(Span(0, F(0, 0), 0, 1, waited=0.25), Span(0, F(0, 1), 2, 3, waited=0.5))
+    assert [delay.machine for delay in delays(kept)] == [0.25, 0.5]
+
+
+def test_an_update_that_several_make_waits_for_the_last_of_them() -> None:
+    """Worker 1 comes to it 3 s after worker 0, who is 2 s late itself; the update takes 1 s more
+    than the second that was predicted."""
+    predicted = trace(
+        Span(0, F(0, 0), 0, 4), Span(0, B(0, 0), 4, 10), Span(0, U(0, 0), 16, 17),
+        Span(1, F(0, 1), 0, 8), Span(1, B(0, 1), 8, 16), Span(1, U(0, 0), 16, 17),
+        label="predicted",
+    )  # fmt: skip
+    measured = trace(
+        Span(0, F(0, 0), 0, 4), Span(0, B(0, 0), 4, 12), Span(0, U(0, 0), 12.5, 19.5),
+        Span(1, F(0, 1), 0, 8), Span(1, B(0, 1), 8, 17), Span(1, U(0, 0), 17.5, 19.5),
+    )  # fmt: skip
+    found = {delay.span: delay for delay in delays(measured)}
+    early, late = measured.spans[2], measured.spans[5]
+    assert (found[early].meeting, found[early].between, found[early].after) == (
+        5, 0.5, measured.spans[4]
+    )  # fmt: skip
+    assert (found[late].meeting, found[late].between) == (0, 0.5)
+    lateness_found = why_late(predicted, measured)
+    assert lateness_found.chain == (F(0, 1), B(0, 1), U(0, 0))
+    assert (lateness_found.work, lateness_found.between, lateness_found.delivery) == (2, 0.5, 0)
 
 
 def test_the_parts_add_up_along_the_chain_across_workers() -> None:
@@ -204,7 +218,17 @@ def test_a_disturbed_run_says_that_it_should_be_run_again() -> None:
     )
 
 
-def test_disturbed_begins_above_two_percent_of_the_prediction() -> None:
+def test_to_run_it_again_is_no_advice_where_workers_share_the_cores(monkeypatch) -> None:
+    kept = replace(kept_waiting(12), label="measured")
+    monkeypatch.setattr(lateness, "usable_cores", lambda: 1)
+    assert str(why_late(PREDICTED, kept)) == (
+        "measured: 25.0% over the prediction, of which 25.0% is its 2 workers sharing 1 core"
+    )
+    monkeypatch.setattr(lateness, "usable_cores", lambda: 2)
+    assert str(why_late(PREDICTED, kept)).endswith("the machine kept waiting: run it again")
+
+
+def test_disturbed_begins_above_a_share_of_the_prediction() -> None:
     limit = lateness.DISTURBED * PREDICTED.makespan
     assert not why_late(PREDICTED, kept_waiting(limit / 2)).disturbed
     assert why_late(PREDICTED, kept_waiting(2 * limit)).disturbed

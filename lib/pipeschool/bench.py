@@ -187,10 +187,9 @@ def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
     def start(run: Callable[..., Result]) -> float:
         return run(plain_stages(p)).start_seconds
 
-    aims = {pace: "at most 1.05", slowly: "at most 1.015"}
-    for seconds, aim in aims.items():
+    aims = {"paced": (pace, "at most 1.05"), "slowly": (slowly, "at most 1.015")}
+    for key, (seconds, aim) in aims.items():
         times = f"{1000 * seconds[0]:g}/{1000 * seconds[1]:g} ms"
-        key = f"paced.{1000 * seconds[0]:g}"
         for name, title in SCHEDULES.items():
             measure = partial(paced, pace=seconds)
             of_engines(key, f"{title}, paced {times}", "time / ideal", aim, measure, name)

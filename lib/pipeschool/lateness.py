@@ -7,6 +7,8 @@ the machine, where something else had the core.
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from pipeschool.actions import Action
 from pipeschool.dependencies import used_by
 from pipeschool.trace import Span, Trace
 
-DISTURBED = 0.02  # share of the prediction: from here on the machine was busy with something else
+DISTURBED = 0.03  # share of the prediction: from here on the machine was busy with something else
 
 
 class Delay(NamedTuple):
@@ -26,7 +28,8 @@ class Delay(NamedTuple):
     worker was free by then. busy: for which its input was there, or on its way, while its worker
     still did something else; that is no loss. between: from the end of its worker's action before
     it, where its input was made by then. machine: for which its worker was kept waiting by
-    something else, in its own time and before it.
+    something else, in its own time and before it. meeting: of an update that several workers make
+    together, the part of its time in which its worker waited for the last of them.
     """
 
     span: Span
@@ -35,6 +38,7 @@ class Delay(NamedTuple):
     busy: float
     between: float
     machine: float
+    meeting: float = 0.0
 
 
 def delays(trace: Trace) -> list[Delay]:
@@ -47,10 +51,18 @@ def _beyond(trace: Trace, transit: Mapping[tuple[int, int], float]) -> list[Dela
     worker, are no delay; its input counts as made when they are over."""
     made_by = {used_by(s.action): s for s in trace.spans if s.action.kind in ("F", "B", "I")}
     begin = min((span.start for span in trace.spans), default=0.0)
+    last_to_come = _last_to_come(trace)
     found = []
     for row in trace.rows:
         before: Span | None = None
         for span in row:
+            if meeting := last_to_come.get(span):
+                start, its_before = meeting
+                gap = start - (its_before.end if its_before else begin)
+                waiting = start - span.start
+                found.append(Delay(span, its_before, 0.0, 0.0, gap, span.waited, waiting))
+                before = span
+                continue
             source = made_by.get(_input_of(span.action))
             if source and source.worker == span.worker:
                 source = None
@@ -73,6 +85,21 @@ def _beyond(trace: Trace, transit: Mapping[tuple[int, int], float]) -> list[Dela
     return found
 
 
+def _last_to_come(trace: Trace) -> dict[Span, tuple[float, Span | None]]:
+    """For each update that waited for other workers who make it, too: when the last of them came to
+    it, and what that one had done before."""
+    before = {b: a for row in trace.rows for a, b in zip(row, row[1:], strict=False)}
+    together: defaultdict[Action, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        if span.action.kind == "U":
+            together[span.action].append(span)
+    found: dict[Span, tuple[float, Span | None]] = {}
+    for spans in together.values():
+        last = max(spans, key=lambda span: span.start)
+        found |= {s: (last.start, before.get(last)) for s in spans if s.start < last.start}
+    return found
+
+
 def _input_of(action: Action) -> Action:
     """The name under which `used_by` knows what `action` uses."""
     if action.kind in ("W", "U"):  # these take what their own worker has made
@@ -89,7 +116,8 @@ class Lateness:
     longer than predicted, late wake-ups included. delivery: how long its messages were under way,
     beyond what was predicted. between: what its workers needed from one action to the next.
     machine: of these three, the part for which something else had a worker's core. chain: the
-    actions. paced: whether stages or messages waited out a declared time.
+    actions. paced: whether stages or messages waited out a declared time. workers, cores: how many
+    there were.
 
     What could come out otherwise: none of these is set, all are differences of times that clocks
     have shown.
@@ -103,6 +131,8 @@ class Lateness:
     machine: float
     chain: tuple[Action, ...]
     paced: bool
+    workers: int = 1
+    cores: int = 1
 
     @property
     def share(self) -> float:
@@ -118,10 +148,11 @@ class Lateness:
         over = f"{abs(self.share):.1%} {'over' if self.share >= 0 else 'under'} the prediction"
         how = "measured, paced" if self.paced else "measured"
         if self.disturbed:
-            return (
-                f"{how}: {over}, of which {self.machine / self.predicted:.1%} is a worker that the "
-                "machine kept waiting: run it again"
-            )
+            kept = f"{how}: {over}, of which {self.machine / self.predicted:.1%} is"
+            if self.workers > self.cores and not self.paced:
+                cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+                return f"{kept} its {self.workers} workers sharing {cores}"
+            return f"{kept} a worker that the machine kept waiting: run it again"
         parts = ", ".join(
             f"{name} {seconds / self.predicted:+.1%}"
             for name, seconds in (
@@ -175,7 +206,8 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
     span: Span | None = max(measured.spans, key=lambda s: s.end)
     while span:
         delay = known[span]
-        late = span.seconds - expected[span.worker, span.action].seconds
+        own = span.seconds - delay.meeting
+        late = own - expected[span.worker, span.action].seconds
         work, between = work + late, between + delay.between
         delivery += delay.delivery
         machine += min(delay.machine, max(late + delay.delivery + delay.between, 0.0))
@@ -190,7 +222,16 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
         min(machine, max(measured.makespan - predicted.makespan, 0.0)),
         tuple(reversed(chain)),
         "paced" in measured.label,
+        measured.p,
+        usable_cores(),
     )
+
+
+def usable_cores() -> int:
+    """The cores that this process, and so its workers, may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _declared_transit(predicted: Trace) -> Mapping[tuple[int, int], float]:

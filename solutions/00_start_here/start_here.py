@@ -168,7 +168,7 @@ print(f"{line.p} workers on a machine with {os.cpu_count()} cores")
 ps.draw.compare(ps.simulate(line, cost), full_speed.trace)
 
 # %% [markdown]
-# Most likely the run took longer than the prediction, by more than a paced one. The stop-watch timed each stage alone; here two work at the same time and share the memory of the machine, so their *actions* take longer. And *a worker that the machine kept waiting* had no core. Either another program had it: then run the cell again. Or there are fewer cores than workers: then that does not help, and more devices would.
+# Most likely the run took longer than the prediction, by more than a paced one. The stop-watch timed each stage alone; here two work at the same time and share the memory of the machine, so their *actions* take longer. And *a worker that the machine kept waiting* had no core, because another program had it: run the cell again. If the line says that *workers share* a core, there are fewer cores than workers: then that does not help, and more devices would.
 
 # %% [markdown]
 # ## Summary

@@ -325,7 +325,7 @@ print(f"4 workers on a machine with {os.cpu_count()} cores")
 ps.draw.compare(ps.simulate(gpipe, alone), full_speed.trace)
 
 # %% [markdown]
-# With fewer cores than workers, the workers take turns on them: that is *a worker that the machine kept waiting*, and running it again will not help. With enough cores they still share the machine's memory, so *actions* take longer than alone. A paced worker mostly sleeps, and nearly always finds a core when it needs one. So the paced run shows the bubble of four devices, and this one shows your machine.
+# With fewer cores than workers, the workers take turns on them: the line says that they are *sharing* cores, and running it again will not help. With enough cores they still share the machine's memory, so *actions* take longer than alone. A paced worker mostly sleeps, and nearly always finds a core when it needs one. So the paced run shows the bubble of four devices, and this one shows your machine.
 
 # %% [markdown]
 # ## 4. When does each action start?

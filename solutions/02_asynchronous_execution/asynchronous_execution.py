@@ -317,7 +317,7 @@ print(f"2 workers on a machine with {os.cpu_count()} cores")
 ps.draw.compare(ps.simulate(short, alone), full_speed.trace)
 
 # %% [markdown]
-# In a stream everybody always works, so the workers get in each other's way all the time. With a core for each they share the machine's memory, and their *actions* take longer than alone. With fewer free cores than workers they also take turns: *a worker that the machine kept waiting*. Two devices would share nothing but the link.
+# In a stream everybody always works, so the workers get in each other's way all the time. With a core for each they share the machine's memory, and their *actions* take longer than alone. With fewer free cores than workers they also take turns, and the line says so. Two devices would share nothing but the link.
 
 # %% [markdown]
 # ## 4. One cup, and all the cups

@@ -236,7 +236,7 @@ print(f"2 workers on a machine with {os.cpu_count()} cores")
 ps.draw.compare(ps.simulate(two, alone), full_speed.trace)
 
 # %% [markdown]
-# The stop-watch timed each stage alone. Together they share the machine's memory, so *actions* take longer; with fewer free cores than workers they share those too, and the line speaks of *a worker that the machine kept waiting*. One device per stage is what the paced run stands for.
+# The stop-watch timed each stage alone. Together they share the machine's memory, so *actions* take longer; with fewer free cores than workers they share those too, and the line says so. One device per stage is what the paced run stands for.
 #
 # ### Exercise 3: in flight (1 point)
 #

@@ -444,7 +444,7 @@ print(f"2 workers on a machine with {os.cpu_count()} cores")
 ps.draw.compare(ps.simulate(two, alone), full_speed.trace)
 
 # %% [markdown]
-# Two workers that compute at once share the machine's memory, so their *actions* take longer than a profile says that times each alone. With fewer free cores than workers they share cores as well, and the line speaks of *a worker that the machine kept waiting*. So take a profile for what it is: right about which stage is slower, and too kind to all of them.
+# Two workers that compute at once share the machine's memory, so their *actions* take longer than a profile says that times each alone. With fewer free cores than workers they share cores as well, and the line says so. So take a profile for what it is: right about which stage is slower, and too kind to all of them.
 #
 # ### Workers that are not equal
 #
