@@ -1,7 +1,6 @@
 """Messages between processes of one machine: Unix sockets, and shared memory for large tensors.
 
-Each link, which is one direction between two workers, has a socket of its own. What goes back on it
-are the numbers of slots that are free again.
+Each link, which is one direction between two workers, has a socket of its own.
 
 Why not torch.distributed here as well? Between processes of one machine a message over gloo takes
 several times as long to wake up its receiver; `pipeschool bench` measures both.
@@ -25,23 +24,21 @@ from pipeschool.runtime.errors import PeerLost
 from pipeschool.runtime.stages.stage import Tensors
 from pipeschool.runtime.wire.packet import (
     INSIDE,
+    PLACE,
     Header,
     Packed,
     copy_out,
     pack,
     read_header,
-    slot_code,
-    slot_of,
     write_header,
 )
-from pipeschool.runtime.wire.shared_memory import SlotsReceived, SlotsToSend
+from pipeschool.runtime.wire.shared_memory import Slot, SlotsReceived, SlotsToSend
 from pipeschool.runtime.wire.wire import Wire, as_stored
 
 Link = tuple[int, int]  # from one process to another, both by their numbers
 AVAILABLE = hasattr(socket, "AF_UNIX") and hasattr(socket, "send_fds")
 ROOM = 16384  # bytes of the largest packet that holds tensors: these a socket carries quickly
 LENGTH = struct.Struct("q")  # with which each packet starts
-SLOT = struct.Struct("H")  # what goes back: the number of a slot
 READ = 32768  # bytes asked of a socket at once
 DESCRIPTORS = socket.CMSG_SPACE(4 * array("i").itemsize) if AVAILABLE else 0
 
@@ -81,7 +78,7 @@ class LocalWire(Wire):
 
     def post(self, send: Action, message: Packed, sent: float) -> None:
         """One write, unless the socket is full."""
-        self.sending[self.peers[send]].post(message.stamp(sent), message.descriptor)
+        self.sending[self.peers[send]].post(message.stamp(sent), message.slot)
 
     def take(self, receive: Action) -> tuple[Header, Tensors]:
         """Large tensors are used where they are, in shared memory."""
@@ -106,13 +103,14 @@ class SendingEnd:
 
     def store(self, packed: Packed) -> Packed:
         """`packed` with its tensors in shared memory."""
-        self._take_back()
-        number, descriptor = self.slots.put(packed.rest)
-        struct.pack_into("q", packed.packet, 16, slot_code(number, descriptor >= 0))
-        return packed._replace(rest=[], descriptor=descriptor)
+        return packed._replace(rest=[], slot=self.slots.put(packed.rest))
 
-    def post(self, packet: bytearray, descriptor: int) -> None:
+    def post(self, packet: bytearray, slot: Slot | None) -> None:
         """Send a packet, now or as soon as there is room."""
+        descriptor = -1
+        if slot:  # messages need not leave in the order in which they were packed
+            descriptor = self.slots.announce(slot)
+            PLACE.pack_into(packet, 16, slot.segment, descriptor >= 0, slot.number, slot.start)
         data = memoryview(packet)
         with self.lock:
             if not self.waiting:
@@ -155,23 +153,13 @@ class SendingEnd:
         except PeerLost:  # `waiting` stays as it is; who receives from that peer will notice too
             return
 
-    def _take_back(self) -> None:
-        """Note which slots the receiver has given back."""
-        try:
-            while data := self.socket.recv(READ, socket.MSG_DONTWAIT):
-                self.slots.free += [number for (number,) in SLOT.iter_unpack(data)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise PeerLost(f"the other end of a message has gone ({error})") from None
-
 
 class ReceivingEnd:
     """The end of a link that packets come out of."""
 
     def __init__(self, end: socket.socket):
         self.socket = end
-        self.slots = SlotsReceived(self._give_back)
+        self.slots = SlotsReceived()
         self.data = b""  # read, and not yet taken
         self.descriptors: deque[int] = deque()
 
@@ -187,10 +175,10 @@ class ReceivingEnd:
         header = read_header(packet)
         if header.place == INSIDE:
             return header, copy_out(packet, header)
-        number, fresh = slot_of(header.place)
-        if fresh:
-            self.slots.add_segment(self.descriptors.popleft())
-        return header, self.slots.tensors(number, header.shapes)
+        if header.fresh:
+            self.slots.add(header.place, self.descriptors.popleft())
+        slot = Slot(header.place, header.slot, header.start)
+        return header, self.slots.tensors(slot, header.shapes)
 
     def _read(self) -> None:
         try:
@@ -202,17 +190,3 @@ class ReceivingEnd:
         self.data = self.data + data if self.data else data
         for _, _, descriptors in ancillary:
             self.descriptors += array("i", descriptors)
-
-    def _give_back(self, number: int) -> None:
-        try:
-            self.socket.send(SLOT.pack(number))
-        except OSError:  # the sender is gone, or the run is over: nobody wants it back
-            pass
-
-
-def new_link() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a link."""
-    return socket.socketpair()
-
-
-__all__ = ["AVAILABLE", "Link", "LocalWire", "new_link"]

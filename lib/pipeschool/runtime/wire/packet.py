@@ -29,12 +29,13 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
-START = struct.Struct("8q")  # the numbers of a header before its shapes
+START = struct.Struct("11q")  # the numbers of a header before its shapes
 SENT = struct.Struct("q")
+PLACE = struct.Struct("4q")  # a segment, whether it comes with this packet, a slot of it, its start
 NOTHING = -1  # stands for the dtype of a missing gradient
-INSIDE = 1  # in the third number of a header: the tensors are in the packet,
-FOLLOWS = 0  # or come after it, or are in a slot of the shared memory: then it is below zero.
-FRESH = 1 << 16  # taken from the number of a slot in a segment that comes with the packet
+# Where the tensors are, in the third number of a header:
+INSIDE = -1  # in the packet,
+FOLLOWS = -2  # after it; or, from 0 on, in the segment of shared memory of that number.
 
 
 class Packed(NamedTuple):
@@ -43,7 +44,7 @@ class Packed(NamedTuple):
     packet: bytearray
     rest: list[Tensor]
     bytes: int  # of all its tensors
-    descriptor: int = -1  # of shared memory that the receiver does not have yet
+    slot: Any = None  # of shared memory, where they are there
 
     def stamp(self, sent: float) -> bytearray:
         """The packet of a message that is handed over at `sent` seconds."""
@@ -67,7 +68,10 @@ class Header(NamedTuple):
     """What a packet says."""
 
     sent: float  # when its sender handed it over, on the clock of worker 0
-    place: int  # INSIDE, FOLLOWS, or a slot
+    place: int  # INSIDE, FOLLOWS, or a segment of shared memory
+    fresh: bool  # that segment comes with this packet
+    slot: int  # its number there
+    start: int  # of that slot, in bytes
     receive: Action  # that it is for
     shapes: tuple[Shape | None, ...]  # of its tensors; None where there is no gradient
     end: int  # where the header ends, in bytes
@@ -131,7 +135,7 @@ def write_header(receive: Action, tensors: Tensors) -> list[int]:
     """The numbers at the head of a packet: how long it is, when it was sent and where its tensors
     are (all filled in later), what it is, and the dtype and shape of each of its tensors."""
     kind = MESSAGE_KINDS.index(receive.kind)
-    numbers = [0, 0, 0, kind, receive.stage, receive.microbatch, len(tensors), 0]
+    numbers = [0, 0, 0, 0, 0, 0, kind, receive.stage, receive.microbatch, len(tensors), 0]
     for tensor in tensors:
         if tensor is None:
             numbers.append(NOTHING)
@@ -146,15 +150,18 @@ def write_header(receive: Action, tensors: Tensors) -> list[int]:
         raise ValueError(
             f"{len(tensors)} tensors are too many for one message: pack them into fewer"
         )
-    numbers[7] = 8 * len(numbers)  # bytes of the header
+    numbers[10] = 8 * len(numbers)  # bytes of the header
     return numbers
 
 
 def read_header(packet: memoryview) -> Header:
     """The inverse of `write_header`."""
-    _, sent, place, kind, stage, microbatch, count, length = START.unpack_from(packet)
-    shapes = read_shapes(bytes(packet[START.size : length]), count)
-    return Header(sent / 1e9, place, Action(MESSAGE_KINDS[kind], stage, microbatch), shapes, length)
+    _, sent, place, fresh, slot, start, kind, stage, microbatch, count, end = START.unpack_from(
+        packet
+    )
+    shapes = read_shapes(bytes(packet[START.size : end]), count)
+    receive = Action(MESSAGE_KINDS[kind], stage, microbatch)
+    return Header(sent / 1e9, place, bool(fresh), slot, start, receive, shapes, end)
 
 
 @lru_cache(maxsize=256)  # most messages of a run look like the one before
@@ -178,17 +185,6 @@ def read_shapes(data: bytes, count: int) -> tuple[Shape | None, ...]:
 def bytes_of(shapes: tuple[Shape | None, ...]) -> int:
     """The size of tensors that look like this."""
     return sum(shape.nbytes for shape in shapes if shape)
-
-
-def slot_code(number: int, fresh: bool) -> int:
-    """How a header names slot `number`."""
-    return -1 - number - (FRESH if fresh else 0)
-
-
-def slot_of(code: int) -> tuple[int, bool]:
-    """The inverse of `slot_code`."""
-    fresh, number = divmod(-1 - code, FRESH)
-    return number, bool(fresh)
 
 
 def aligned(at: int) -> int:
