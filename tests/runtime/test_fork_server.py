@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pipeschool as ps
+import psutil
 import pytest
 import torch
 from pipeschool.runtime.host import fork_server
@@ -122,3 +123,68 @@ def test_the_users_own_files_are_those_that_are_not_installed():
     assert __file__ in files
     assert pytest.__file__ not in files
     assert os.__file__ not in files
+
+
+def test_a_server_that_was_killed_is_started_again():
+    ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)])
+    for child in psutil.Process().children():
+        if "multiprocessing.forkserver import" in " ".join(child.cmdline()):
+            child.kill()  # and not waited for: the next run may meet it dying
+    ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)])
+
+
+@pytest.mark.parametrize(
+    ("at_import", "works"),
+    [
+        ("os._exit(3)", False),
+        ("import threading, time\n    threading.Thread(target=time.sleep, args=(99,), daemon=True)"
+         ".start()", True),
+    ],
+    ids=["ends its process", "starts a thread"],
+)  # fmt: skip
+def test_a_module_with_which_the_server_cannot_live_is_left_to_the_workers(
+    tmp_path, monkeypatch, at_import, works
+):
+    name = f"rough_model_{os.getpid()}_{works}"
+    (tmp_path / f"{name}.py").write_text(
+        MODEL.format(log=str(tmp_path / "log"), factor=1.0)
+        + f"\nif os.getpid() != {os.getpid()}:\n    {at_import}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stages = [*linear_stages(1), importlib.import_module(name).Scaled()]
+    for _ in range(2):
+        if works:
+            assert ps.run(ps.gpipe(2, 2), stages, [batch(4)]).losses
+        else:
+            with pytest.raises(ps.RunError, match="worker 1 exited with status 3"):
+                ps.run(ps.gpipe(2, 2), stages, [batch(4)])
+        ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)])  # innocent
+    assert name in fork_server.preloaded.refused
+    sys.modules.pop(name)
+
+
+def test_workers_have_the_default_dtype_of_the_caller():
+    class Adds(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.ones(6)
+
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            stage = Adds(6, 6)
+            x = torch.ones(2, 6)
+            (y,) = ps.run(ps.forward_only(1, 1), [stage], [(x, None)]).outputs[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert y.dtype == dtype
+
+
+def test_a_class_of_a_notebook_names_the_modules_that_its_code_speaks_of():
+    cell: dict = {"__name__": "__main__", "psutil": psutil, "linear_stages": linear_stages}
+    exec(
+        "class Stage:\n"
+        "    def forward(self, x):\n"
+        "        return psutil.cpu_count() + linear_stages(x) + len(x)",
+        cell,
+    )
+    assert modules_of([cell["Stage"]()]) == ["psutil", "test_run"]

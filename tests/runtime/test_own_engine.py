@@ -148,6 +148,30 @@ def test_an_engine_that_does_not_do_its_row_is_told_so():
         ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)], engine=Idle)
 
 
+class Twice(MyEngine):
+    def run(self):
+        super().run()
+        list(self.share.actions())
+
+
+class Forgetful(MyEngine):
+    def run(self):
+        super().run()
+        self.share.losses.pop(0, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (Twice, "Twice has 2 times done"),
+        (Forgetful, "Forgetful has left no loss of microbatch 0"),
+    ],
+)
+def test_an_engine_that_leaves_a_result_out_or_does_its_row_again_is_told_so(engine, message):
+    with pytest.raises(ps.RunError, match=message):
+        ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)], engine=engine)
+
+
 @pytest.mark.parametrize("engine", [Idle(None), lambda share: None, object, 3])
 def test_something_else_than_an_engine_class_is_refused(engine):
     with pytest.raises(ValueError, match="engine must be one of pipeschool, torch, not"):

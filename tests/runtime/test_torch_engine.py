@@ -218,7 +218,7 @@ def test_what_it_cannot_do_is_said_before_a_worker_starts(monkeypatch):
     def never(*_):
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(importlib.import_module("pipeschool.runtime.launch"), "Pool", never)
+    monkeypatch.setattr(importlib.import_module("pipeschool.runtime.launch"), "new_pool", never)
     refused("only synchronous schedules, and pipedream has weights='stash'", ps.pipedream(2, 2))
     refused("only synchronous schedules, and forward_only has .*'frozen'", ps.forward_only(2, 2))
     refused("one worker per stage: here several take turns", ps.chimera(2, 2))

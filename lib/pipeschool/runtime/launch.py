@@ -6,6 +6,7 @@ import copy
 import importlib
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from pipeschool.cost import recompute_table
 from pipeschool.dependencies import peer_of
 from pipeschool.lowering import lower
 from pipeschool.runtime.cluster import torchrun
+from pipeschool.runtime.errors import RunStopped
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
-from pipeschool.runtime.host.pool import Pool
+from pipeschool.runtime.host.pool import new_pool
 from pipeschool.runtime.host.requirements import (
     MOST_WORKERS,
     check_stages,
@@ -83,6 +85,7 @@ def launch(
     local = backend == "gloo" and local_wire.AVAILABLE and not under_torchrun()
     carrier = "local" if local and not own_messages else backend
     together = ties or schedule.replicas or options.tensor_parallel > 1
+    meet = bool(together) or carrier != "local"
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
 
@@ -106,7 +109,8 @@ def launch(
             carrier=carrier,
             backend=backend,
             device=devices[process],
-            rendezvous=rendezvous if together or carrier != "local" else "",
+            rendezvous=rendezvous,
+            default_dtype=torch.get_default_dtype(),
         )
 
     # What is declared is no standstill.
@@ -121,7 +125,8 @@ def launch(
     else:
         modules = options.modules_for(stages)
         links = links_of(schedule, options.tensor_parallel) if carrier == "local" else set()
-        reports = on_this_machine(job, schedule, patience, options.tensor_parallel, links, modules)
+        size = options.tensor_parallel
+        reports = on_this_machine(job, schedule, patience, size, links, modules, meet)
     result = put_together(schedule, reports, carrier, devices, options.paced, called)
     if options.history:
         result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
@@ -137,18 +142,24 @@ def on_this_machine(
     tensor_size: int,
     links: Iterable[local_wire.Link],
     modules: Sequence[str],
+    meet: bool,
 ) -> list[Report]:
-    """Start the workers as processes of this machine, and watch over them."""
-    with tempfile.TemporaryDirectory(prefix="pipeschool-") as folder:
-        rendezvous = (Path(folder) / "rendezvous").as_uri()
+    """Start the workers as processes of this machine, and watch over them. meet: they have to find
+    each other in torch.distributed."""
+    with ExitStack() as stack:
+        rendezvous = ""
+        if meet:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
+            rendezvous = (Path(folder) / "rendezvous").as_uri()
         jobs = [serialize(job(n, rendezvous)) for n in range(schedule.p * tensor_size)]
-        pool = Pool(len(jobs), links, modules)
         try:
+            pool = new_pool(len(jobs), links, modules)
+            stack.callback(pool.end)
             for control, packed in zip(pool.controls, jobs, strict=True):
                 control.send_bytes(packed)
-            return Watch(pool, schedule, timeout, tensor_size).results()
-        finally:
-            pool.end()
+        except KeyboardInterrupt:
+            raise RunStopped("stopped before the workers had begun: all have been ended") from None
+        return Watch(pool, schedule, timeout, tensor_size).results()
 
 
 def engine_of(options: RunOptions) -> type[Any]:

@@ -95,6 +95,11 @@ class RunOptions:
                 "of your own, with a method run"
             )
         number("timeout", self.timeout, positive=True)
+        for name in ("nan_check", "history", "update_stages", "memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.scheduler is not None and self.optimizer is None:
+            raise ValueError("scheduler needs an optimizer, whose learning rate it sets")
         for name, function, example in (
             ("loss", self.loss, "torch.nn.CrossEntropyLoss()"),
             ("optimizer", self.optimizer, "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),

@@ -21,7 +21,11 @@ def failure(action: Action | None, error: BaseException) -> Failure:
         if not frame.filename.startswith((str(LIBRARY), torch_home, "<frozen"))
     )
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = f"{type(error).__name__}: {error}{notes}"
+    try:
+        said = str(error)
+    except Exception:
+        said = "(it cannot say what: its __str__ fails)"
+    text = f"{type(error).__name__}: {said}{notes}"
     # Collectives inside a stage, as in tensor parallelism, lose their peers in gloo's own words.
     secondary = isinstance(error, PeerLost) or "gloo/transport" in text
     return Failure(action, text, frames, secondary)

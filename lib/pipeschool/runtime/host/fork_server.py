@@ -5,7 +5,8 @@ can spoil the next. Where there is no fork server (Windows) workers are spawned,
 seconds.
 
 The server is started anew when a model comes with a module that it has not imported, or when a
-file of the user's own has changed since: a worker must never compute with yesterday's code.
+file of the user's own has changed since: a worker must never compute with yesterday's code. What it
+has imported for one model it keeps for the next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from pipeschool.runtime.own_modules import own_files
@@ -42,6 +44,7 @@ class Preloaded:
 
     def __init__(self) -> None:
         self.modules: list[str] = []
+        self.refused: set[str] = set()  # with which the server did not live
         self.files: dict[str, float] = {}  # the user's own, and when they were changed last
 
 
@@ -56,7 +59,8 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
     """
     context: Any = multiprocessing.get_context("forkserver" if AVAILABLE else "spawn")
     if AVAILABLE:
-        wanted = list(dict.fromkeys([*preloaded.modules, *modules]))
+        more = [name for name in modules if name not in preloaded.refused]
+        wanted = list(dict.fromkeys([*preloaded.modules, *more]))
         files = own_files() if wanted else {}
         known = {name: files.get(name) for name in preloaded.files}
         if wanted != preloaded.modules or known != preloaded.files:
@@ -71,9 +75,18 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
     return context
 
 
+def start_again() -> None:
+    """The server has gone: somebody killed it, or a module did that it was to import. None that it
+    had is imported there again."""
+    preloaded.refused.update(preloaded.modules)
+    preloaded.modules, preloaded.files = [], {}
+    stop_fork_server()
+
+
 def stop_fork_server() -> None:
     """End the server; the next one is started when it is needed. Python has no public way to do
     that: where its private one has gone, workers import a model's modules themselves."""
     stop = getattr(forkserver._forkserver, "_stop", None)
     if stop is not None:
-        stop()
+        with suppress(OSError):  # it may have ended by itself
+            stop()

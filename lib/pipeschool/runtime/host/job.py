@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action, Schedule
@@ -50,6 +51,7 @@ class Job:
     backend: str
     device: str
     rendezvous: str
+    default_dtype: torch.dtype  # of new tensors, as the caller has it
 
     @property
     def link(self) -> LinkSpeed | None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from pipeschool.runtime.host.fork_server import start_fork_server
+from pipeschool.runtime.host.fork_server import start_again, start_fork_server
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 ONE_AT_A_TIME = threading.Lock()
@@ -109,6 +109,16 @@ class Pool:
             end.close()
         for process in self.processes:
             process.close()
+
+
+def new_pool(p: int, links: Iterable[tuple[int, int]], modules: Iterable[str]) -> Pool:
+    """A `Pool`, also where the fork server has gone in the meantime: then a new one is started."""
+    links, modules = list(links), list(modules)
+    try:
+        return Pool(p, links, modules)
+    except (EOFError, ConnectionError):
+        start_again()
+        return Pool(p, links, modules)
 
 
 class Output:

@@ -60,7 +60,11 @@ def main(
         answer = failure(row[place] if 0 <= place < len(row) else None, error)
     sys.stdout.flush()
     sys.stderr.flush()
-    control.send_bytes(serialize(answer))
+    try:
+        packed = serialize(answer)
+    except Exception as error:  # outputs or a state that cannot travel
+        packed = serialize(failure(None, error))
+    control.send_bytes(packed)
     threading.Event().wait()  # the peers may still be reading; the controller ends all at once
 
 

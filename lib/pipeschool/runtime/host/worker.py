@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence
 from contextlib import nullcontext
 from functools import partial
@@ -58,6 +59,7 @@ def work(
     wake_in_time()
     if job.pace:  # others compute, and go where there is a free core
         keep_to_one_core(process)
+    torch.set_default_dtype(job.default_dtype)
     torch.manual_seed(options.seed + worker)
     if job.generator is not None:
         torch.set_rng_state(job.generator)
@@ -140,11 +142,18 @@ def make_stage(job: Job, worker: int, index: int) -> Stage:
 
 
 def refuse_unfinished(engine: object, share: Share, recorder: Recorder) -> None:
-    """ValueError where an engine has not done its whole row, without a word."""
-    done = {action for action, *_ in recorder.noted}
+    """ValueError where an engine has not done its whole row once, or has left no losses."""
+    done = Counter(action for action, *_ in recorder.noted)
+    name = type(engine).__name__
     for action in share.row:
-        if action not in done and not (action.is_message and share.wire is None):
-            raise ValueError(f"{type(engine).__name__} has not done {action}")
+        if share.wire is None and action.is_message:
+            continue
+        if done[action] != 1:
+            times = f"{done[action]} times" if done[action] else "not"
+            raise ValueError(f"{name} has {times} done {action}")
+        lacks_loss = action.kind == "F" and action.stage == share.last_stage
+        if lacks_loss and share.schedule.trains and action.microbatch not in share.losses:
+            raise ValueError(f"{name} has left no loss of microbatch {action.microbatch}")
 
 
 def report_of(share: Share, recorder: Recorder, history: History, meter: Meter | None) -> Report:
