@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeschool.actions import Action
+from pipeschool.runtime.host.cores import keep_to_one_core, wake_in_time
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Ready, Report
 from pipeschool.runtime.host.serialize import deserialize, serialize
@@ -49,6 +50,9 @@ def main(
             torch.cuda.set_device(job.device)  # NCCL looks there
         if job.rendezvous:
             meet_in_torch(process, job)
+        wake_in_time()
+        if job.pace:  # others compute, and go where there is a free core
+            keep_to_one_core(process)
 
         def meet() -> None:
             control.send_bytes(serialize(Ready()))

@@ -13,7 +13,6 @@ import torch._dynamo  # optimizers import it at their first step; a forked worke
 
 from pipeschool.actions import U
 from pipeschool.runtime.clock import Clock
-from pipeschool.runtime.host.cores import keep_to_one_core, wake_in_time
 from pipeschool.runtime.host.job import Job, Report
 from pipeschool.runtime.observers.declared_link import DeclaredLink
 from pipeschool.runtime.observers.history import History
@@ -56,9 +55,6 @@ def work(
     device = torch.device(job.device)
     worker, tensor_rank = divmod(process, options.tensor_parallel)
     warm_up(device)
-    wake_in_time()
-    if job.pace:  # others compute, and go where there is a free core
-        keep_to_one_core(process)
     torch.set_default_dtype(job.default_dtype)
     torch.manual_seed(options.seed + worker)
     if job.generator is not None:
