@@ -288,6 +288,8 @@ class BareGloo:
                 dist.recv(number, 0)
             elif action.kind == "F" and action.stage == 0:
                 time.sleep(0.005)
+            elif action.kind == "F":
+                self.share.losses[action.microbatch] = 0.0  # a run has one of each
 
 
 class InBackward(torch.autograd.Function):
