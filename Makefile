@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 # As many tests at once as there are cores, but no more than 4: many start workers of their own.
 # Tests of one xdist_group stay together, in their order.
-TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .PHONY: help lab test test-all test-gpu lint course clean
