@@ -57,3 +57,17 @@ def test_a_tab_completes_and_loads_nothing_heavy() -> None:
 def test_what_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(AttributeError, match="^module 'pipeschool' has no attribute 'gantt'$"):
         ps.gantt  # noqa: B018
+
+
+def test_importing_all_of_it_ends_nothing_and_leaves_signals_alone() -> None:
+    code = (
+        "import importlib, signal, sys, threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "before = [signal.getsignal(n) for n in sorted(signal.valid_signals())]\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(before == [signal.getsignal(n) for n in sorted(signal.valid_signals())])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *MODULES], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

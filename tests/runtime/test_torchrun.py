@@ -252,8 +252,9 @@ def namespaces() -> str:
         return "needs root, to make network namespaces"
     if not shutil.which("ip") or not shutil.which("tc"):
         return "needs the commands ip and tc"
-    probe = subprocess.run(["ip", "netns", "add", "pipeschool-probe"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "pipeschool-probe"], capture_output=True)
+    name = f"probe{os.getpid()}"
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
 
 
@@ -262,27 +263,29 @@ NO_NAMESPACES = namespaces()
 
 @pytest.fixture
 def shaped_link():
-    """Two network namespaces, tea-0 and tea-1, joined by a link of 20 Mbit a second."""
-    steps = ["ip link add tea-0 type veth peer name tea-1"]
-    for i in range(2):
-        inside = f"ip netns exec tea-{i}"
+    """The names of two network namespaces, joined by a link of 20 Mbit a second."""
+    ends = [f"tea{os.getpid()}-{i}" for i in range(2)]  # at most 15 letters; another test's differ
+    steps = ["ip link add {} type veth peer name {}".format(*ends)]
+    for i, end in enumerate(ends):
+        inside = f"ip netns exec {end}"
         steps += [
-            f"ip netns add tea-{i}",
-            f"ip link set tea-{i} netns tea-{i}",
-            f"{inside} ip addr add 10.77.0.{i + 1}/24 dev tea-{i}",
+            f"ip netns add {end}",
+            f"ip link set {end} netns {end}",
+            f"{inside} ip addr add 10.77.0.{i + 1}/24 dev {end}",
             f"{inside} ip link set lo up",
-            f"{inside} ip link set tea-{i} up",
-            f"{inside} tc qdisc add dev tea-{i} root tbf rate 20mbit burst 32kbit latency 400ms",
+            f"{inside} ip link set {end} up",
+            f"{inside} tc qdisc add dev {end} root tbf rate 20mbit burst 32kbit latency 400ms",
         ]
     try:
         for step in steps:
             done = subprocess.run(step.split(), capture_output=True, text=True)
             if done.returncode:
                 pytest.skip(f"no shaped link here: {step}: {done.stderr.strip()}")
-        yield
+        yield ends
     finally:
-        for i in range(2):
-            subprocess.run(["ip", "netns", "del", f"tea-{i}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # where it still is
+        for end in ends:
+            subprocess.run(["ip", "netns", "del", end], capture_output=True)
 
 
 @exhaustive
@@ -299,7 +302,7 @@ def test_across_two_networks_with_a_slow_link(tmp_path, shaped_link, undisturbed
             29400,
             machine,
             local=f"10.77.0.{machine + 1}",
-            prefix=("ip", "netns", "exec", f"tea-{machine}"),
+            prefix=("ip", "netns", "exec", shaped_link[machine]),
         )
         for machine, log in enumerate(logs)
     ]
