@@ -35,6 +35,7 @@ KEYS = {
     "overhead.1f1b": ENGINES,
     "overhead.gpipe": ENGINES,
     "start.1f1b": ENGINES,
+    "epoch": {OURS, YARDSTICK},
     "simulator": {OURS},
     "chart": {OURS},
 }

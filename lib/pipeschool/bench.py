@@ -50,6 +50,7 @@ LAYER = 8  # width of a stage's only layer: next to no work
 BATCHES = 3  # in a run; the first is not timed, and the median of the others counts
 LARGE = 4_000_000  # bytes of a large message
 SENDS = 40
+EPOCH = 1600, 3125  # rows and columns of 4 bytes: 20 MB, from which 25 batches are cut
 SIMULATED = 8, 2000  # workers and microbatches
 DRAWN = 8, 32
 
@@ -205,6 +206,12 @@ def all_cases(p: int, m: int, pace: tuple[float, float]) -> list[Case]:
         of_engines("overhead", f"{title}, overhead", "ms per action", aim, tiny, name)
     aim = "at most 0.1"
     of_engines("start", "start-up", "seconds to the first action", aim, start, "1f1b")
+    epoch: dict[str, Callable[[], float]] = {
+        OURS: partial(start_of_epoch, copied=False),
+        YARDSTICK: partial(start_of_epoch, copied=True),
+    }
+    title, unit = "start, 25 batches of one tensor", "seconds to the first action"
+    cases.append(Case("epoch", title, unit, epoch, "as fast as the yardstick: copies"))
     fast = {OURS: simulated_per_second}
     cases.append(Case("simulator", "simulator", "actions per second", fast, "at least 300,000"))
     cases.append(Case("chart", "chart", "seconds to draw", {OURS: chart_seconds}))
@@ -361,6 +368,17 @@ def two_copies_ms() -> float:
     finally:
         torch.set_num_threads(threads)
     return 2000 * median(times) + 0.3
+
+
+def start_of_epoch(copied: bool) -> float:
+    """Seconds to the first action of a run on 25 batches, cut from one tensor or copied from it."""
+    called = time.perf_counter()
+    whole = torch.ones(EPOCH)
+    cuts = [rows.clone() if copied else rows for rows in whole.split(64)]
+    batches = [(rows, rows[:, :LAYER].clone()) for rows in cuts]
+    stages = [nn.Linear(EPOCH[1], LAYER), *plain_stages(1)]
+    options = RunOptions(device="cpu")
+    return launch(build("gpipe", 2, 8), stages, batches, options, called).start_seconds
 
 
 def simulated_per_second() -> float:

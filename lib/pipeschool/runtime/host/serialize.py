@@ -9,15 +9,33 @@ from types import CodeType
 from typing import Any
 
 import cloudpickle
+import torch
+from torch import Tensor
 
 
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle, but code remembers the file it came from: an error in a worker can then point
-    to the learner's own line. (cloudpickle writes ``<dynamic-code>`` instead.)"""
+    to the learner's own line. (cloudpickle writes ``<dynamic-code>`` instead.) And of a tensor that
+    is a piece of a larger one, only the piece travels."""
 
     dispatch_table = ChainMap(
-        {CodeType: lambda code: _code_with_file(code)}, cloudpickle.Pickler.dispatch_table
+        {
+            CodeType: lambda code: _code_with_file(code),
+            Tensor: lambda tensor: alone(tensor).__reduce_ex__(2),
+        },
+        cloudpickle.Pickler.dispatch_table,
     )
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """`tensor`, or where it is a piece of a larger one, its numbers without the others: torch would
+    write all the memory that it is in."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.__dict__:
+        return tensor
+    once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # if expanded
+    if tensor.untyped_storage().nbytes() <= once.nbytes:
+        return tensor
+    return once.detach().clone().expand_as(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _code_with_file(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:

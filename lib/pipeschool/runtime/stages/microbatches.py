@@ -40,6 +40,13 @@ def cut(
     inputs: list[tuple[Tensor, ...]] = []
     targets: list[Any] = []
     sizes: list[int] = []
+    known: dict[int, list[Any]] = {}  # of each batch, its pieces: one that comes again is sent once
+
+    def pieces_of(value: Any) -> list[Any]:
+        if id(value) not in known:
+            known[id(value)] = split(value, schedule.m)
+        return known[id(value)]
+
     for x, y in batches:
         n = samples(x)
         if y is None and schedule.trains:
@@ -54,9 +61,9 @@ def cut(
                 f"a batch of {n} samples cannot be cut into {schedule.m} microbatches: "
                 f"m may be at most {n}"
             )
-        pieces = split(x, schedule.m)
+        pieces = pieces_of(x)
         inputs += [as_tensors(piece, "a batch") for piece in pieces]
-        targets += [None] * schedule.m if y is None else split(y, schedule.m)
+        targets += [None] * schedule.m if y is None else pieces_of(y)
         sizes += [samples(piece) for piece in pieces]
     group = schedule.updates_every
     totals = [sum(sizes[k - k % group : k - k % group + group]) for k in range(len(sizes))]
