@@ -119,6 +119,20 @@ def test_an_update_that_several_make_waits_for_the_last_of_them() -> None:
     assert (lateness_found.work, lateness_found.between, lateness_found.delivery) == (2, 0.5, 0)
 
 
+def test_the_first_update_of_a_batch_waits_for_all_workers_where_they_meet_before_it() -> None:
+    """Worker 1 has nothing to do after 2; it meets worker 0 at 9, and each updates for 1 s."""
+    spans = (
+        Span(0, F(0, 0), 0, 4), Span(0, B(0, 0), 4, 8), Span(0, U(0, 0), 9, 10),
+        Span(1, F(1, 0), 0, 1), Span(1, B(1, 0), 1, 2), Span(1, U(1, 0), 2, 10),
+        Span(1, U(3, 0), 10, 11),
+    )  # fmt: skip
+    for meet, meeting in ((True, 7), (False, 0)):
+        found = {d.span: d for d in delays(replace(trace(*spans), updates_meet=meet))}
+        assert found[spans[5]].meeting == meeting
+        assert found[spans[5]].after == (spans[1] if meet else spans[4])
+        assert (found[spans[2]].meeting, found[spans[6]].meeting) == (0, 0)
+
+
 def test_the_parts_add_up_along_the_chain_across_workers() -> None:
     found = why_late(PREDICTED, LATE)
     assert found.chain == (F(0, 0), F(1, 0), B(1, 0), B(0, 0))

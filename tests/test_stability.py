@@ -166,7 +166,8 @@ def test_clipping_each_stage_turns_the_gradient() -> None:
     assert stability.clip_factors([{}], 1.0) == [(0, 0, 1, 1)]
 
 
-def test_clip_factors_are_those_of_torch_and_of_a_run() -> None:
+@pytest.mark.parametrize(("over", "kind"), [("stage", "per_stage"), ("model", "together")])
+def test_clip_factors_are_those_of_torch_and_of_a_run(over: str, kind: str) -> None:
     stages, batch = small_line()
     result = ps.run(
         ps.one_f_one_b(4, 4),
@@ -174,6 +175,7 @@ def test_clip_factors_are_those_of_torch_and_of_a_run() -> None:
         [batch],
         optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
         clip_norm=0.2,
+        clip_over=over,
         device="cpu",
     )
     unclipped = ps.run(ps.one_f_one_b(4, 4), stages, [batch], device="cpu").gradients
@@ -182,7 +184,7 @@ def test_clip_factors_are_those_of_torch_and_of_a_run() -> None:
     before = [stage.state_dict() for stage in stages]
     for row, old, new, g in zip(rows, before, result.state_dicts, unclipped, strict=True):
         for name in old:
-            expected = old[name] - row.per_stage * g[name]
+            expected = old[name] - getattr(row, kind) * g[name]
             torch.testing.assert_close(new[name], expected, rtol=1e-4, atol=1e-6)
     parameters = [nn.Parameter(torch.zeros_like(g)) for stage in unclipped for g in stage.values()]
     values = [g for stage in unclipped for g in stage.values()]

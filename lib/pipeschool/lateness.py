@@ -86,13 +86,16 @@ def _beyond(trace: Trace, transit: Mapping[tuple[int, int], float]) -> list[Dela
 
 
 def _last_to_come(trace: Trace) -> dict[Span, tuple[float, Span | None]]:
-    """For each update that waited for other workers who make it, too: when the last of them came to
-    it, and what that one had done before."""
+    """For each update that waited for other workers who make it, too, or that all workers meet
+    before: when the last of them came to it, and what that one had done before."""
     before = {b: a for row in trace.rows for a, b in zip(row, row[1:], strict=False)}
     together: defaultdict[Action, list[Span]] = defaultdict(list)
     for span in trace.spans:
         if span.action.kind == "U":
-            together[span.action].append(span)
+            if not trace.updates_meet:
+                together[span.action].append(span)
+            elif span not in before or before[span].action.kind != "U":  # its batch's first here
+                together[span.action._replace(stage=-1)].append(span)
     found: dict[Span, tuple[float, Span | None]] = {}
     for spans in together.values():
         last = max(spans, key=lambda span: span.start)

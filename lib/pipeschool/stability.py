@@ -287,8 +287,8 @@ def delayed_training(
 
 
 class Clipped(NamedTuple):
-    """What a stage's gradient is multiplied by, where `run` clips it, and where all are clipped
-    together."""
+    """What a stage's gradient is multiplied by, where each stage clips its own, and where all are
+    clipped together: `run` with clip_over ``stage`` and ``model``."""
 
     stage: int
     norm: float

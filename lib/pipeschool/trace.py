@@ -38,7 +38,8 @@ class Trace:
     `label` says where it comes from: ``predicted``, ``measured`` or ``measured, paced``.
     `messages` holds spans of sends and receives; a receive lasts while its worker waits.
     `stage_bytes` are the sizes of the stages, as far as they are known. `measured_memory` is what
-    a run has counted, one list of levels per worker.
+    a run has counted, one list of levels per worker. `updates_meet`: do all workers wait for each
+    other before the updates of a batch?
     """
 
     name: str
@@ -50,6 +51,7 @@ class Trace:
     messages: tuple[Span, ...] = field(default=(), repr=False)
     stage_bytes: tuple[StageBytes, ...] = field(default=(), repr=False)
     measured_memory: tuple[tuple[MemorySample, ...], ...] = field(default=(), repr=False)
+    updates_meet: bool = field(default=False, repr=False)
 
     @cached_property
     def rows(self) -> list[list[Span]]:

@@ -903,7 +903,7 @@ grade.reveal(guess_cosine, round(ps.stability.direction(rows), 3), "is the cosin
 print(f"together: {ps.stability.direction(rows, together=True):.3f}")
 
 # %% [markdown]
-# Stage 0 has the longest piece, and loses most. Clipped on their own, all pieces end up equally long, whatever they were: the shares that the stages have in the step are gone. `clip_norm` of `ps.run` clips per stage, and its documentation says so. It does keep explosions away. It is not what one process does.
+# Stage 0 has the longest piece, and loses most. Clipped on their own, all pieces end up equally long, whatever they were: the shares that the stages have in the step are gone. That does keep explosions away, but it is not what one process does. So where a schedule flushes, `clip_norm` of `ps.run` clips together, as you did: its workers meet before the update and add up their squares. `clip_over="stage"` asks for each on its own. Without a flush there is no moment at which all gradients are there, and so no other way.
 #
 # ### Exercise 10: late gradients (3 points)
 #

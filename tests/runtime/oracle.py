@@ -66,8 +66,8 @@ def replay(
 ) -> History:
     """The weights after every update, the start included; an update takes m microbatches.
 
-    make: the optimizer of one stage; schedule: its learning rate's; clip: largest norm of a
-    stage's gradients.
+    make: the optimizer of one stage; schedule: its learning rate's; clip: largest norm, of the
+    gradients of all stages for ``flush``, otherwise of each stage's.
     """
     p = len(stages)
     forward = FORWARD[rule] if isinstance(rule, str) else rule
@@ -93,11 +93,13 @@ def replay(
                         weight.grad = parts[name] if old_sum is None else old_sum + parts[name]
             if (k + 1) % m:
                 continue
-            for weights, optimizer, scheduler in zip(trained, optimizers, schedulers, strict=True):
+            parts = [[w.grad for w in weights if w.grad is not None] for weights in trained]
+            if clip is not None:
+                for together in [sum(parts, [])] if rule == "flush" else parts:
+                    shorten(together, clip)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 if optimizer is None:
                     continue
-                if clip is not None:
-                    shorten([w.grad for w in weights if w.grad is not None], clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 if scheduler:

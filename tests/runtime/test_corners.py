@@ -174,13 +174,6 @@ def test_sparse_gradients_are_counted_like_others():
     assert ps.profile(stages, (words, y), 2).seconds(ps.gpipe(2, 2))["F"][0] > 0
 
 
-def test_shared_parameters_are_not_clipped_by_the_norm_of_each_stage():
-    stages = linear_stages(2, width=6)
-    stages[1][0].weight = stages[0][0].weight
-    with pytest.raises(ValueError, match=r"share the parameter 0\.weight, which does not go with"):
-        ps.run(ps.gpipe(2, 2), stages, [batch(4)], optimizer=sgd, clip_norm=1.0)
-
-
 class SleepsOn(nn.Module):
     def __init__(self):
         super().__init__()

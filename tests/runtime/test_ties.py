@@ -118,7 +118,11 @@ def test_only_what_is_trained_and_shared_is_a_tie():
         (ps.replicate(ps.gpipe(2, 2), 2), {}, "does not go with several workers per stage"),
         (ps.gpipe(2, 4), {"engine": "torch"}, "does not go with engine='torch'"),
         # Stages of other norms would shorten the same gradient by other factors.
-        (ps.gpipe(2, 4), {"clip_norm": 0.1}, "does not go with clip_norm"),
+        (
+            ps.gpipe(2, 4),
+            {"clip_norm": 0.1, "clip_over": "stage"},
+            "does not go with clip_over='stage'",
+        ),
         (
             ps.gpipe(2, 4),
             {"tensor_parallel": 2, "tensor_plan": {"0": ColwiseParallel()}},

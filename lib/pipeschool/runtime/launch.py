@@ -7,6 +7,7 @@ import importlib
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ from pipeschool.runtime.host.watch import Watch
 from pipeschool.runtime.options import ENGINES, RunOptions
 from pipeschool.runtime.stages.microbatches import cut
 from pipeschool.runtime.torch_engine.limits import refuse
+from pipeschool.runtime.weights.clipping import over_model, places
 from pipeschool.runtime.weights.sharding import check_plan
 from pipeschool.runtime.weights.stage_weights import on_cpu
-from pipeschool.runtime.weights.ties import ready_for_ties, ties_of
+from pipeschool.runtime.weights.ties import refuse_ties, ties_of, updates_last
 from pipeschool.runtime.wire import local_wire
 
 MakeJob = Callable[[int, str], Job]  # for a process, and how all of them meet
@@ -62,7 +64,11 @@ def launch(
     schedule, data = fit_batches(schedule, batches)
     check_stages(schedule, stages)
     ties = ties_of(stages) if schedule.trains else []
-    given = ready_for_ties(check(schedule), ties, options)
+    refuse_ties(check(schedule), ties, options)
+    clip_over_model = over_model(schedule, options)
+    if ties or clip_over_model:  # nobody may wait for a gradient that is still to come from him
+        schedule = replace(schedule, workers=updates_last(schedule))
+    given = schedule
     schedule = check(lower(given))
     processes = schedule.p * options.tensor_parallel
     if processes > MOST_WORKERS and not under_torchrun():
@@ -84,7 +90,7 @@ def launch(
         raise ValueError("memory=True does not go with torchrun here: leave it out")
     local = backend == "gloo" and local_wire.AVAILABLE and not under_torchrun()
     carrier = "local" if local and not own_messages else backend
-    together = ties or schedule.replicas or options.tensor_parallel > 1
+    together = ties or schedule.replicas or options.tensor_parallel > 1 or clip_over_model
     meet = bool(together) or carrier != "local"
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
@@ -105,6 +111,7 @@ def launch(
             restore={s: state.stages[s] for s in mine} if state else {},
             generator=state.generators[worker] if state else None,
             ties=ties,
+            norm_places=places(stages) if clip_over_model else [],
             engine=engine,
             carrier=carrier,
             backend=backend,
@@ -128,6 +135,10 @@ def launch(
         size = options.tensor_parallel
         reports = on_this_machine(job, schedule, patience, size, links, modules, meet)
     result = put_together(schedule, reports, carrier, devices, options.paced, called)
+    if options.clip_norm is not None:
+        trace = replace(result.trace, updates_meet=clip_over_model)
+        over = "model" if clip_over_model else "stage"
+        result = replace(result, trace=trace, clipped_over=over)
     if options.history:
         result.history.insert(0, [on_cpu(dict(stage.named_parameters())) for stage in stages])
     if options.update_stages:

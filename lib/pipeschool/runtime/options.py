@@ -37,8 +37,11 @@ class RunOptions:
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.
-    clip_norm: the largest norm of a stage's gradients; longer ones are shortened to it before the
-        update. Every stage looks at its own: no stage has those of all.
+    clip_norm: the largest norm of the gradients; longer ones are shortened to it before the update.
+    clip_over: whose norm that is. ``model``: of all stages together, as one process has it; their
+        workers meet for it before an update, and a shared parameter counts once. ``stage``: each
+        stage looks at its own, which gives another result for another number of stages. ``model``
+        where a schedule flushes, unless told otherwise; elsewhere only ``stage`` can be.
     pace: (forward, backward) seconds, each one number or one per stage. Each action still does
         its work, and ends no earlier than this time after its input was in hand: see more workers
         than there are cores. All times are read from the clock.
@@ -71,6 +74,7 @@ class RunOptions:
     optimizer: MakeOptimizer | None = None
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
+    clip_over: str | None = None
     pace: Pace | None = None
     device: str = "auto"
     engine: str | type[Any] = "pipeschool"
@@ -115,6 +119,10 @@ class RunOptions:
             )
         if self.clip_norm is not None:
             number("clip_norm", self.clip_norm, positive=True)
+        if self.clip_over not in (None, "model", "stage"):
+            raise ValueError(f"clip_over must be 'model' or 'stage', not {self.clip_over!r}")
+        if self.clip_over and self.clip_norm is None:
+            raise ValueError("clip_over needs clip_norm, the largest norm that there may be")
         whole_number("tensor_parallel", self.tensor_parallel)
         number("latency", self.latency)
         number("bandwidth", self.bandwidth, positive=True, infinite=True)

@@ -105,10 +105,9 @@ class Share:
 
     def update(self, action: Action) -> None:
         """New weights for a stage."""
-        # Parameters that stages share are summed at the first update here, when all are complete.
-        ready = (
-            self.stages.values() if self.sums and self.sums.ties else [self.stages[action.stage]]
-        )
+        # What concerns several stages is summed at the first update here, when all are complete.
+        together = self.sums is not None and self.sums.together
+        ready = self.stages.values() if together else [self.stages[action.stage]]
         for stage in ready:
             left = stage.weights.collect_from_parameters()
             if left and (stage.recompute or not self.schedule.synchronous):
@@ -119,7 +118,7 @@ class Share:
                 )
         if self.sums:
             self.sums.before(action)
-        self.stages[action.stage].weights.update(action)
+        self.stages[action.stage].weights.update(action, self.sums.norm if self.sums else None)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

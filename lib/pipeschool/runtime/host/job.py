@@ -30,8 +30,9 @@ class Job:
     weight of each microbatch's loss in the loss of its update. recompute: of every stage. pace:
     kind -> declared seconds per stage. restore: stage -> where it was when an earlier run ended.
     generator: the state of this worker's random numbers at that time. ties: parameters that several
-    stages share. engine: the class that does the row. carrier: of messages, ``local`` or the name
-    of torch.distributed's backend. rendezvous: the file through which processes find each other in
+    stages share. norm_places: see `Sums`; empty where no norm of all stages is asked for.
+    engine: the class that does the row. carrier: of messages, ``local`` or the name of
+    torch.distributed's backend. rendezvous: the file through which processes find each other in
     torch.distributed; empty where they need not.
     """
 
@@ -46,6 +47,7 @@ class Job:
     restore: dict[int, StageState]
     generator: Tensor | None
     ties: list[Tie]
+    norm_places: list[int]
     engine: type[Any]
     carrier: str
     backend: str

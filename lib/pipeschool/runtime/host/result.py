@@ -38,7 +38,8 @@ class Result:
     history[t][s] is a dict for stage s after t updates, history[0] the start. backend: what
     messages went on: ``local`` (sockets and shared memory of this machine), ``gloo`` or ``nccl``.
     device: where the stages computed. paced: True where stages waited out a declared time.
-    start_seconds: from the call to the first action.
+    start_seconds: from the call to the first action. clipped_over: what had the norm that
+    gradients were clipped by, ``model`` or ``stage``; empty where they were not.
     """
 
     trace: Trace
@@ -51,6 +52,7 @@ class Result:
     device: str
     paced: bool
     start_seconds: float
+    clipped_over: str = ""
 
     @property
     def state_dicts(self) -> list[dict[str, Tensor]]:

@@ -76,10 +76,10 @@ def work(
         ranks = tensor_rank, options.tensor_parallel
         wire = TorchWire(worker, schedule, clock, device, job.backend, groups, *ranks)
     sums = None
-    if job.ties or schedule.replicas:
+    if job.ties or schedule.replicas or job.norm_places:
         memory = device if job.backend == "nccl" else torch.device("cpu")
         ranks = tensor_rank, options.tensor_parallel
-        sums = Sums(worker, schedule, job.ties, weights, groups, memory, *ranks)
+        sums = Sums(worker, schedule, job.ties, weights, groups, memory, *ranks, job.norm_places)
     share = Share(
         worker,
         schedule,

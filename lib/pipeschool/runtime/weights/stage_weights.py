@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Action
+from pipeschool.runtime.weights.clipping import clip
 from pipeschool.runtime.weights.sharding import local, move, whole
 from pipeschool.runtime.weights.storage import addresses
 from pipeschool.versions import Ledger, OneVersion
@@ -41,7 +42,7 @@ class UpdateRule(Protocol):
 
     @property
     def clip_norm(self) -> float | None:
-        """The largest norm that a stage's gradients may have."""
+        """The largest norm that the gradients of an update may have."""
 
 
 class Update(NamedTuple):
@@ -136,8 +137,11 @@ class StageWeights:
             self.collect(Version(self.ledger.newest, 1, self.current), ())
         return left
 
-    def update(self, action: Action) -> Version:
-        """One optimizer step on the gradients collected; it makes the newest version."""
+    def update(self, action: Action, norm: Tensor | None = None) -> Version:
+        """One optimizer step on the gradients collected; it makes the newest version.
+
+        norm: of all gradients that are clipped together, where those of other stages are, too.
+        """
         if not self.hooks_allowed:
             self._refuse_hooks(action.stage)
         old = self.ledger.newest
@@ -149,7 +153,7 @@ class StageWeights:
                 move(parameter)
         if self.optimizer:
             if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.current.values(), self.clip_norm)
+                clip(self.current.values(), self.clip_norm, norm)
             self.optimizer.step()
         if self.scheduler:
             self.scheduler.step()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -31,27 +30,25 @@ def ties_of(stages: Sequence[nn.Module]) -> list[Tie]:
     return [tuple(found.items()) for found in holders.values() if len(found) > 1]
 
 
-def ready_for_ties(schedule: Schedule, ties: Sequence[Tie], options: RunOptions) -> Schedule:
-    """`schedule` with the updates of a batch after its last action, where workers meet for them: so
-    nobody waits for a gradient that is still to come from the one who waits. ValueError where ties
-    do not work."""
+def refuse_ties(schedule: Schedule, ties: Sequence[Tie], options: RunOptions) -> None:
+    """ValueError where ties do not work."""
     if not ties:
-        return schedule
+        return
     first, second = ties[0][:2]
+    per_stage = options.clip_over == "stage"
     shared = f"stages {first[0]} and {second[0]} share the parameter {first[1]}"
     for why, so in (
         ("needs an update in which all its gradients meet", not schedule.synchronous),
         ("does not go with several workers per stage", bool(schedule.replicas)),
         ("does not go with tensor_parallel", options.tensor_parallel > 1),
         ("does not go with engine='torch'", options.engine == "torch"),
-        ("does not go with clip_norm, which is each stage's own", bool(options.clip_norm)),
+        ("does not go with clip_over='stage'", bool(options.clip_norm) and per_stage),
     ):
         if so:
             raise ValueError(
                 f"{shared}, which {why}: put the layers that share it on one stage, or give each a "
                 "parameter of its own"
             )
-    return replace(schedule, workers=updates_last(schedule))
 
 
 def updates_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
