@@ -91,8 +91,15 @@ class PeerLost(RuntimeError):
     """The other end of a message is gone; why is for the controller to find out."""
 
 
+def is_lost_connection(error: BaseException, said: str) -> bool:
+    """Has torch.distributed lost a peer? gloo says which file of its own noticed; NCCL and the
+    store have types of their own. Any other error of torch is what it says."""
+    types = {cls.__name__ for cls in type(error).__mro__}
+    return "DistError" in types or (isinstance(error, RuntimeError) and "gloo/transport" in said)
+
+
 def or_peer_lost(call: Callable[..., Any], *args: Any) -> Any:
-    """``call(*args)``, where a failure of the connection is told apart from other errors."""
+    """``call(*args)``, a send or receive of ours: where it fails, the connection has."""
     try:
         return call(*args)
     except RuntimeError as error:

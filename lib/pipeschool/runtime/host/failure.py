@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeschool.actions import Action
-from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost
+from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost, is_lost_connection
 from pipeschool.runtime.host.job import Failure
 
 
@@ -27,5 +27,5 @@ def failure(action: Action | None, error: BaseException) -> Failure:
         said = "(it cannot say what: its __str__ fails)"
     text = f"{type(error).__name__}: {said}{notes}"
     # Collectives inside a stage, as in tensor parallelism, lose their peers in gloo's own words.
-    secondary = isinstance(error, PeerLost) or "gloo/transport" in text
+    secondary = isinstance(error, PeerLost) or is_lost_connection(error, said)
     return Failure(action, text, frames, secondary)

@@ -14,7 +14,7 @@ import copy
 import logging
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action
 from pipeschool.formats import to_csv
-from pipeschool.runtime.errors import PeerLost
+from pipeschool.runtime.errors import PeerLost, is_lost_connection
 from pipeschool.runtime.observers.position import Position
 from pipeschool.runtime.share import Share
 from pipeschool.runtime.stages.stage import Tensors, checked_loss
 from pipeschool.runtime.torch_engine.limits import one_batch
+
+DISTRIBUTED = Path(dist.__file__).parent
 
 
 class TorchEngine:
@@ -49,19 +51,17 @@ class TorchEngine:
             for index, stage in sorted(share.stages.items())
         ]
         self.engine = Engine(self.row, self.stages, self.m, self.theirs)
-        with connection_errors():
-            self.engine.prepare(*self.microbatches(0))
+        done_by_torch(self.engine.prepare, *self.microbatches(0))
 
     def run(self) -> None:
         """All batches, each with its updates at the end."""
-        with connection_errors():
-            for batch in range(self.share.schedule.batches):
-                self.row.batch = batch
-                self.engine.do_batch(*self.microbatches(batch))
-                for stage in self.stages:
-                    self.row.begin("U", stage.stage_index, 0)
-                    self.share.update(self.row.under_way)
-                    self.row.end()
+        for batch in range(self.share.schedule.batches):
+            self.row.batch = batch
+            done_by_torch(self.engine.do_batch, *self.microbatches(batch))
+            for stage in self.stages:
+                self.row.begin("U", stage.stage_index, 0)
+                self.share.update(self.row.under_way)
+                self.row.end()
 
     def microbatches(self, batch: int) -> tuple[list[Tensors], list[Any] | None]:
         """Inputs and targets of one batch; where there are none here, no inputs for each."""
@@ -86,18 +86,16 @@ class TorchGPipe(TorchEngine):
     theirs = "gpipe"
 
 
-@contextmanager
-def connection_errors() -> Iterator[None]:
-    """Tell a lost connection from other errors: it was a send or receive that raised it. The
-    learner's own code may raise the same type, and so may PyTorch's engine, from other places."""
+def done_by_torch(call: Callable[..., None], *args: Any) -> None:
+    """``call(*args)`` of PyTorch's engine. What it cannot do is told apart from a lost connection,
+    and from an error of the learner's own code."""
     try:
-        yield
-    except RuntimeError as error:
-        lines = traceback.extract_tb(error.__traceback__)
-        source = Path(lines[-1].filename)
-        if type(error) is RuntimeError and source.is_relative_to(Path(dist.__file__).parent):
-            if "pipelining" not in source.parts:
-                raise PeerLost(str(error).partition("\n")[0]) from None
+        call(*args)
+    except Exception as error:
+        if is_lost_connection(error, said := str(error)):
+            raise PeerLost(said.partition("\n")[0]) from None
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(DISTRIBUTED):
+            error.add_note("so says torch.distributed: engine='pipeschool' may do it")
         raise
 
 
