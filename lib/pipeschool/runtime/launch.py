@@ -25,6 +25,7 @@ from pipeschool.runtime.errors import RunStopped
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
+from pipeschool.runtime.host.losses import check_mean, refuse_losses
 from pipeschool.runtime.host.pool import new_pool
 from pipeschool.runtime.host.requirements import (
     MOST_WORKERS,
@@ -38,7 +39,7 @@ from pipeschool.runtime.host.result import Result, State, load, put_together
 from pipeschool.runtime.host.serialize import serialize
 from pipeschool.runtime.host.watch import Watch
 from pipeschool.runtime.options import ENGINES, RunOptions
-from pipeschool.runtime.stages.microbatches import cut
+from pipeschool.runtime.stages.microbatches import cut, shares
 from pipeschool.runtime.torch_engine.limits import refuse
 from pipeschool.runtime.weights.clipping import over_model, places
 from pipeschool.runtime.weights.sharding import check_plan
@@ -76,7 +77,14 @@ def launch(
     if state:
         stages = [copy.deepcopy(stage) for stage in stages]
         load(stages, state)
-    inputs, targets, loss_weights = cut(data, schedule)
+    inputs, targets, weights = cut(data, schedule, options.weigh)
+    parts = shares(weights, schedule)
+    if schedule.trains:
+        loss = options.loss or nn.functional.mse_loss
+        refuse_losses(loss, stages, targets, options.weigh is not None)
+        if options.check_loss:
+            first = slice(schedule.updates_every)
+            check_mean(loss, stages, inputs[first], targets[first], parts[first])
     backend, devices = choose_device(options.device, processes)
     engine = engine_of(options)
     own_messages = getattr(engine, "own_messages", False)
@@ -99,13 +107,13 @@ def launch(
         worker = process // options.tensor_parallel
         mine = schedule.stages_of(worker)
         return Job(
-            options=options,
+            options=replace(options, weigh=None),  # done, and it may hold much
             schedule=schedule,
             # Copies made one by one no longer share parameters: each stage steps with its own.
             modules={s: copy.deepcopy(stages[s]) if ties else stages[s] for s in mine},
             inputs=inputs if worker in schedule.owners[0] else None,
             targets=targets if worker in schedule.owners[-1] else None,
-            loss_weights=loss_weights,
+            loss_weights=parts,
             recompute=recompute,
             pace=paces,
             restore={s: state.stages[s] for s in mine} if state else {},
@@ -134,7 +142,7 @@ def launch(
         links = links_of(schedule, options.tensor_parallel) if carrier == "local" else set()
         size = options.tensor_parallel
         reports = on_this_machine(job, schedule, patience, size, links, modules, meet)
-    result = put_together(schedule, reports, carrier, devices, options.paced, called)
+    result = put_together(schedule, reports, carrier, devices, options.paced, called, weights)
     if options.clip_norm is not None:
         trace = replace(result.trace, updates_meet=clip_over_model)
         over = "model" if clip_over_model else "stage"

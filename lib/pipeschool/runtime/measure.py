@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pipeschool.actions import Action, B, F, I, Schedule, U, W
 from pipeschool.cost import Cost
 from pipeschool.runtime.observers.live_bytes import LiveBytes, size_of
-from pipeschool.runtime.stages.microbatches import cut
+from pipeschool.runtime.stages.microbatches import cut, shares
 from pipeschool.runtime.stages.stage import Loss, Stage, Tensors
 from pipeschool.runtime.weights.stage_weights import MakeOptimizer, StageWeights, Update
 from pipeschool.versions import OneVersion
@@ -52,7 +52,9 @@ def measure(
     listed = isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)) and len(stages) > 0
     if not listed or not all(isinstance(stage, nn.Module) for stage in stages):
         raise ValueError("stages must be a list of one or more modules")
-    inputs, targets, scales = cut([batch], Schedule("profile", 1, m, ()))
+    schedule = Schedule("profile", 1, m, ())
+    inputs, targets, weights = cut([batch], schedule)
+    scales = shares(weights, schedule)
     line = [_stage(index, module, optimizer) for index, module in enumerate(stages)]
 
     def microbatch(turn: int, split: bool, do: Do) -> None:
@@ -76,8 +78,8 @@ def measure(
             clock.do(update, partial(stage.weights.update, update))
     finally:
         torch.set_num_threads(threads)
-    weights = [stage.weights for stage in line]
-    states = [list(w.optimizer.state.values()) if w.optimizer else [] for w in weights]
+    held = [stage.weights for stage in line]
+    states = [list(w.optimizer.state.values()) if w.optimizer else [] for w in held]
     cost = Cost(
         forward=clock.medians("F"),
         backward=clock.medians("B"),
@@ -86,8 +88,8 @@ def measure(
         update=clock.medians("U"),
         recompute=recompute,
         message_bytes=scale.messages,
-        parameter_bytes=[w.bytes for w in weights],
-        gradient_bytes=[size_of(w.last_gradients.values()) for w in weights],
+        parameter_bytes=[w.bytes for w in held],
+        gradient_bytes=[size_of(w.last_gradients.values()) for w in held],
         optimizer_bytes=[size_of(tree_leaves(state)) for state in states],
         activation_bytes=scale.activations,
         working_bytes=scale.working,

@@ -34,7 +34,13 @@ ENGINES = {  # the module and the class that a name stands for
 class RunOptions:
     """The keyword arguments of `ps.run`; those of `ps.train` are the same.
 
-    loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given.
+    loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given. The
+        loss of a batch is the mean of its microbatches' losses, by their numbers of samples.
+    weigh: of a loss that is a mean over something else: ``weigh(targets)`` says over how much in
+        one microbatch, such as ``lambda y: (y != -100).sum()``, the tokens that are not padding.
+        Where it is 0, the microbatch counts for nothing and its loss is given as 0.
+    check_loss: before the run, compare the loss of the first update's microbatches, at once, with
+        the mean of theirs, in this process; refuse it where they differ by more than rounding.
     optimizer: makes the optimizer of a stage from its parameters; None: gradients only.
     scheduler: makes a learning-rate scheduler from it; one step after each update.
     clip_norm: the largest norm of the gradients; longer ones are shortened to it before the update.
@@ -71,6 +77,8 @@ class RunOptions:
     """
 
     loss: Callable[[Any, Any], Tensor] | None = None
+    weigh: Callable[[Any], Any] | None = None
+    check_loss: bool = False
     optimizer: MakeOptimizer | None = None
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
@@ -99,13 +107,14 @@ class RunOptions:
                 "of your own, with a method run"
             )
         number("timeout", self.timeout, positive=True)
-        for name in ("nan_check", "history", "update_stages", "memory"):
+        for name in ("check_loss", "nan_check", "history", "update_stages", "memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.scheduler is not None and self.optimizer is None:
             raise ValueError("scheduler needs an optimizer, whose learning rate it sets")
         for name, function, example in (
             ("loss", self.loss, "torch.nn.CrossEntropyLoss()"),
+            ("weigh", self.weigh, "lambda targets: (targets != -100).sum()"),
             ("optimizer", self.optimizer, "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
             ("scheduler", self.scheduler, "lambda o: torch.optim.lr_scheduler.StepLR(o, 10)"),
         ):

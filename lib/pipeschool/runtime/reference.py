@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Schedule
-from pipeschool.runtime.stages.microbatches import cut
-from pipeschool.runtime.stages.stage import Loss, as_tensors
+from pipeschool.runtime.stages.microbatches import Weigh, cut, shares
+from pipeschool.runtime.stages.stage import Loss, as_tensors, no_loss
 from pipeschool.runtime.weights.reduce import add_up
 from pipeschool.runtime.weights.stage_weights import MakeOptimizer
 
@@ -29,13 +29,14 @@ def gradients(
     loss: Loss = nn.functional.mse_loss,
     optimizer: MakeOptimizer | None = None,
     replicas: Sequence[int] = (),
+    weigh: Weigh | None = None,
 ) -> list[dict[str, Tensor]]:
     """The last batch's gradients, one dict per stage, accumulated microbatch by microbatch.
 
     Synchronous training without a pipeline: forward and backward of each of the `m` microbatches
     through all `stages` in turn, and after each batch an update. The modules are not changed.
     replicas: how many workers take turns at each stage: each sums its own microbatches, and the
-    sums are added at the end.
+    sums are added at the end. weigh: as for `run`.
     """
     stages = copy.deepcopy(list(stages))  # together, so that shared parameters stay shared
     parameters = [p for p in nn.ModuleList(stages).parameters() if p.requires_grad]  # each once
@@ -44,7 +45,9 @@ def gradients(
     torch.set_num_threads(1)  # as in a worker: another number may sum in another order
     try:
         for x, y in batches:
-            inputs, targets, scales = cut([(x, y)], Schedule("", 1, m, ()))
+            schedule = Schedule("", 1, m, ())
+            inputs, targets, weights = cut([(x, y)], schedule, weigh)
+            scales = shares(weights, schedule)
             sums: dict[nn.Parameter, list[Tensor | None]] = {
                 p: [None] * count
                 for stage, count in zip(stages, replicas or [1] * len(stages), strict=True)
@@ -56,7 +59,8 @@ def gradients(
                     parameter.grad = turns[k % len(turns)]
                 for index, stage in enumerate(stages):
                     values = as_tensors(stage(*values), f"stage {index}")
-                value = loss(values[0] if len(values) == 1 else values, target)
+                outputs = values[0] if len(values) == 1 else values
+                value = loss(outputs, target) if scale else no_loss(outputs)
                 value.backward(torch.full_like(value, scale))
                 for parameter in parameters:
                     turns = sums[parameter]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.runtime.observers.observer import Observer, observed
-from pipeschool.runtime.stages.stage import Loss, Stage, Tensors, checked_loss
+from pipeschool.runtime.stages.stage import Loss, Stage, Tensors, checked_loss, no_loss
 from pipeschool.runtime.weights.stage_weights import on_cpu
 from pipeschool.runtime.weights.sums import Sums
 from pipeschool.runtime.wire.wire import Wire
@@ -82,6 +82,8 @@ class Share:
     def loss_of(self, microbatch: int) -> Callable[[Any], Tensor]:
         """The caller's loss as a function of the outputs alone."""
         assert self.targets is not None
+        if self.loss_weights[microbatch] == 0:
+            return no_loss
         target = on_device(self.targets[microbatch], self.device)
         return lambda outputs: self.loss(outputs, target)
 

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 class Training:
     """What `train` gave, or has got to.
 
-    losses: the mean loss of every microbatch, in order. epochs: for each finished epoch its mean
-    loss and what `evaluate` returned. samples_per_second: over all legs of this call, start-up of
-    the workers included. state_dicts: the trained weights, one per stage.
+    losses: the mean loss of every microbatch, in order. loss_weights: what each of them counts in a
+    mean: its samples, or what `weigh` says. epochs: for each finished epoch the mean loss by these
+    weights, and what `evaluate` returned. samples_per_second: over all legs of this call, start-up
+    of the workers included. state_dicts: the trained weights, one per stage.
     """
 
     losses: list[float] = field(default_factory=list)
+    loss_weights: list[float] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     samples_per_second: float = 0.0
     state_dicts: list[dict[str, Tensor]] = field(default_factory=list)
@@ -82,15 +84,15 @@ def train(
     checkpoint: a file. Where it is there already, the training goes on from it.
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
-    log: called with one line after each leg: loss and samples per second; None for silence. Under
-        torchrun, worker 0 alone does so.
+    log: called with one line after each leg: its mean loss, and samples per second; None for
+        silence. Under torchrun, worker 0 alone does so.
     {options}
     """
     import torch
 
     chosen = options_of("train", options)
     from pipeschool.runtime.cluster import torchrun
-    from pipeschool.runtime.host.result import load
+    from pipeschool.runtime.host.result import load, mean
     from pipeschool.runtime.launch import launch
 
     if chosen.tensor_parallel > 1:
@@ -129,9 +131,10 @@ def train(
                 count = sum(len(y if torch.is_tensor(y) else y[0]) for _, y in leg)
                 samples, seconds = samples + count, seconds + took
                 training.losses += result.losses
+                training.loss_weights += result.loss_weights
                 if log:
-                    mean, speed = sum(result.losses) / len(result.losses), count / took
-                    log(f"epoch {epoch}, batch {done}: loss {mean:.4f}, {speed:.0f} samples/s")
+                    loss, speed = mean(result.losses, result.loss_weights), count / took
+                    log(f"epoch {epoch}, batch {done}: loss {loss:.4f}, {speed:.0f} samples/s")
                 _save(file, identity, training, Place(epoch, done), state)
             training.epochs.append(_finished(epoch, done, m, training, stages, state, evaluate))
             if log and evaluate:
@@ -183,10 +186,11 @@ def _finished(
 
     import torch
 
-    from pipeschool.runtime.host.result import load
+    from pipeschool.runtime.host.result import load, mean
 
-    losses = training.losses[-batches * m :]
-    note: dict[str, Any] = {"epoch": epoch, "loss": sum(losses) / len(losses)}
+    last = slice(-batches * m, None)
+    loss = mean(training.losses[last], training.loss_weights[last])
+    note: dict[str, Any] = {"epoch": epoch, "loss": loss}
     if evaluate:
         assert state is not None
         trained = [copy.deepcopy(stage).eval() for stage in stages]
@@ -234,7 +238,7 @@ def _resume(
     if log:
         log(f"going on from {file}: epoch {place.epoch}, batch {place.batch}")
     state = State([StageState(*stage) for stage in saved["stages"]], saved["generators"])
-    return Training(saved["losses"], saved["epochs"]), place, state
+    return Training(saved["losses"], saved["loss_weights"], saved["epochs"]), place, state
 
 
 def _save(
@@ -253,6 +257,7 @@ def _save(
         "identity": identity,
         "place": (place.epoch, place.batch),
         "losses": training.losses,
+        "loss_weights": training.loss_weights,
         "epochs": training.epochs,
         "stages": [tuple(stage) for stage in state.stages],
         "generators": state.generators,

@@ -32,7 +32,8 @@ class Result:
     """What a run gave.
 
     trace: measured. losses: the mean loss of every microbatch, in order; empty where there were no
-    targets. outputs: of a forward-only schedule, what the last stage gave for each microbatch, on
+    targets. loss_weights: what each of these counts in a mean: its samples, or what `weigh` says.
+    outputs: of a forward-only schedule, what the last stage gave for each microbatch, on
     the CPU; empty for others. gradients: one dict per stage, on the CPU, those of the last update.
     state: optimizers and all. history: where it was asked for, the parameters after each update:
     history[t][s] is a dict for stage s after t updates, history[0] the start. backend: what
@@ -44,6 +45,7 @@ class Result:
 
     trace: Trace
     losses: list[float]
+    loss_weights: list[float]
     outputs: list[Tensors]
     gradients: list[Parameters]
     state: State
@@ -55,9 +57,24 @@ class Result:
     clipped_over: str = ""
 
     @property
+    def batch_losses(self) -> list[float]:
+        """The loss of each batch: the mean of its microbatches', by their weights."""
+        m = self.trace.m
+        return [
+            mean(self.losses[k : k + m], self.loss_weights[k : k + m])
+            for k in range(0, len(self.losses), m)
+        ]
+
+    @property
     def state_dicts(self) -> list[dict[str, Tensor]]:
         """The trained weights and buffers: one state_dict per stage, on the CPU."""
         return [stage.weights for stage in self.state.stages]
+
+
+def mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Of `losses`, by their `weights`; 0 where nothing counts."""
+    total = sum(weights)
+    return sum(x * w for x, w in zip(losses, weights, strict=True)) / total if total else 0.0
 
 
 def load(stages: Sequence[nn.Module], state: State) -> None:
@@ -73,6 +90,7 @@ def put_together(
     devices: list[str],
     paced: bool,
     called: float,
+    weights: list[float],
 ) -> Result:
     """One result out of the workers' reports, with times counted from the first action."""
     begin = min(span.start for report in reports for span in report.spans)
@@ -103,6 +121,7 @@ def put_together(
     return Result(
         trace=trace,
         losses=merged(report.losses for report in reports),
+        loss_weights=weights,
         outputs=merged(report.outputs for report in reports),
         gradients=gradients,
         state=State(states, [report.generator for report in reports]),

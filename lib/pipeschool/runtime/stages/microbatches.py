@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from pipeschool.actions import Schedule
 from pipeschool.runtime.stages.stage import as_tensors, describe
+
+Weigh = Callable[[Any], Any]  # from a microbatch's targets to the weight of its loss
 
 
 def split(value: Any, m: int) -> list[Any]:
@@ -30,16 +34,16 @@ def samples(value: Any) -> int:
 
 
 def cut(
-    batches: list[tuple[Any, Any]], schedule: Schedule
+    batches: list[tuple[Any, Any]], schedule: Schedule, weigh: Weigh | None = None
 ) -> tuple[list[tuple[Tensor, ...]], list[Any], list[float]]:
-    """(inputs, targets, scales) of all microbatches of all batches, in order.
+    """(inputs, targets, weights) of all microbatches of all batches, in order.
 
-    A scale is the weight of a microbatch's mean loss in the loss that its update minimises: its
-    share of the samples of that update's microbatches.
+    A weight is that of a microbatch's loss in the mean over several: what `weigh` says of its
+    targets, or the number of its samples.
     """
     inputs: list[tuple[Tensor, ...]] = []
     targets: list[Any] = []
-    sizes: list[int] = []
+    weights: list[float] = []
     known: dict[int, list[Any]] = {}  # of each batch, its pieces: one that comes again is sent once
 
     def pieces_of(value: Any) -> list[Any]:
@@ -64,7 +68,39 @@ def cut(
         pieces = pieces_of(x)
         inputs += [as_tensors(piece, "a batch") for piece in pieces]
         targets += [None] * schedule.m if y is None else pieces_of(y)
-        sizes += [samples(piece) for piece in pieces]
+        if weigh and y is not None:
+            weights += [_weight(weigh, target) for target in targets[-schedule.m :]]
+        else:
+            weights += [float(samples(piece)) for piece in pieces]
+    return inputs, targets, weights
+
+
+def shares(weights: Sequence[float], schedule: Schedule) -> list[float]:
+    """The share of each microbatch's loss in the loss that its update minimises, which is the mean
+    over that update's microbatches by their `weights`. ValueError where all of them are 0."""
     group = schedule.updates_every
-    totals = [sum(sizes[k - k % group : k - k % group + group]) for k in range(len(sizes))]
-    return inputs, targets, [size / total for size, total in zip(sizes, totals, strict=True)]
+    totals = [sum(weights[k : k + group]) for k in range(0, len(weights), group)]
+    if 0 in totals and schedule.trains:
+        k = totals.index(0) * group
+        these = f"microbatch {k} is" if group == 1 else f"microbatches {k} to {k + group - 1} are"
+        raise ValueError(
+            f"weigh gives 0 for all targets of an update: {these} to be averaged, and there is "
+            "nothing in them that counts"
+        )
+    return [weight / (totals[k // group] or 1.0) for k, weight in enumerate(weights)]
+
+
+def _weight(weigh: Weigh, targets: Any) -> float:
+    """What `weigh` says, as a number; ValueError where it is none, or below 0."""
+    said = weigh(targets)
+    try:
+        weight = float(said)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        what = said if isinstance(said, (int, float)) else describe(said)
+        raise ValueError(
+            f"weigh must give the weight of a microbatch's targets, a number from 0 on such as "
+            f"(y != -100).sum(), not {what}"
+        )
+    return weight

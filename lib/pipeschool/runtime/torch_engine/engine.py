@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -183,7 +184,8 @@ class Stage(PipelineStage):
 
 
 class Engine:
-    """PyTorch's engine on the clock of a `Row`. It divides gradients by m: the mean over the batch.
+    """PyTorch's engine on the clock of a `Row`. It divides gradients by m, so a loss is multiplied
+    by m and by its share in that of the batch.
 
     theirs: empty for its runtime with our schedule; otherwise which of its classes.
     """
@@ -191,6 +193,7 @@ class Engine:
     def __init__(self, row: Row, stages: list[Stage], m: int, theirs: str):
         self.row = row
         self.stages = stages
+        self.m = m
         self.losses: dict[int, Tensor] = {}  # of microbatches in flight
         self.theirs: Any
         if not theirs:
@@ -230,9 +233,11 @@ class Engine:
         """The loss belongs to the last stage's forward, which ends here. PyTorch would count
         losses in the order of the forwards; here each keeps the number of its microbatch."""
         if stage.is_last:
-            loss = self.loss(output, targets[microbatch])
-            self.losses[microbatch] = loss
-            number = self.row.batch * len(targets) + microbatch
+            number = self.row.batch * self.m + microbatch
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            loss = checked_loss(self.row.share.loss_of(number), tuple(outputs))
+            part = self.m * self.row.share.loss_weight(number)
+            self.losses[microbatch] = loss if math.isclose(part, 1.0) else part * loss
             self.row.share.losses[number] = loss.item()
             self.row.end()
 
