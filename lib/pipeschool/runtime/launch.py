@@ -37,6 +37,7 @@ from pipeschool.runtime.host.requirements import (
 )
 from pipeschool.runtime.host.result import Result, State, load, put_together
 from pipeschool.runtime.host.serialize import serialize
+from pipeschool.runtime.host.stage_checks import refuse_hidden_weights, refuse_shared_memory
 from pipeschool.runtime.host.watch import Watch
 from pipeschool.runtime.options import ENGINES, RunOptions
 from pipeschool.runtime.stages.microbatches import cut, shares
@@ -64,6 +65,9 @@ def launch(
     """
     schedule, data = fit_batches(schedule, batches)
     check_stages(schedule, stages)
+    if schedule.trains:
+        refuse_hidden_weights(stages, schedule.synchronous)
+        refuse_shared_memory(stages)
     ties = ties_of(stages) if schedule.trains else []
     refuse_ties(check(schedule), ties, options)
     clip_over_model = over_model(schedule, options)

@@ -78,9 +78,13 @@ def mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def load(stages: Sequence[nn.Module], state: State) -> None:
-    """Give the modules the weights of `state`."""
+    """Give the modules the weights and buffers of `state`."""
     for stage, saved in zip(stages, state.stages, strict=True):
         stage.load_state_dict(saved.weights)
+        for name, buffer in saved.buffers.items():
+            path, _, key = name.rpartition(".")
+            owner, device = stage.get_submodule(path), stage.get_buffer(name).device
+            owner._buffers[key] = buffer.to(device, copy=True)
 
 
 def put_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 from collections import ChainMap
 from collections.abc import Callable
@@ -10,13 +11,16 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle, but code remembers the file it came from: an error in a worker can then point
-    to the learner's own line. (cloudpickle writes ``<dynamic-code>`` instead.) And of a tensor that
-    is a piece of a larger one, only the piece travels."""
+    to the learner's own line. (cloudpickle writes ``<dynamic-code>`` instead.) Of a tensor that is
+    a piece of a larger one, only the piece travels. And a layer with parametrizations, such as
+    weight_norm, travels like any other: torch refuses that lest files be read by a torch with other
+    ones, but here both ends are the same."""
 
     dispatch_table = ChainMap(
         {
@@ -25,6 +29,12 @@ class _Pickler(cloudpickle.Pickler):
         },
         cloudpickle.Pickler.dispatch_table,
     )
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How `obj` is taken apart, where that is not as usual."""
+        if isinstance(obj, nn.Module) and is_parametrized(obj):
+            return copyreg.__newobj__, (type(obj),), obj.__dict__  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
 
 
 def alone(tensor: Tensor) -> Tensor:

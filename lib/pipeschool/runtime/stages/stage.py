@@ -42,6 +42,18 @@ class Shell(nn.Module):
         return function(*args)
 
 
+def slots(module: nn.Module) -> dict[str, str]:
+    """Every place in `module` that holds a parameter or buffer, by the name under which the module
+    lists it. A layer reached by two names is one place; a parameter in two layers is in two."""
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        f"{path}.{key}".lstrip("."): names[id(tensor)]
+        for path, layer in module.named_modules()  # each layer once
+        for key, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        if tensor is not None
+    }
+
+
 class Stage:
     """The layers of one stage, and what its microbatches in flight wait for.
 
@@ -56,6 +68,7 @@ class Stage:
         self.weights = weights
         self.recompute = recompute
         self.shell = Shell(module)
+        self.slots = slots(module)
         self.has_buffers = next(module.buffers(), None) is not None
         self.in_flight: dict[int, Flight] = {}
 
@@ -102,7 +115,8 @@ class Stage:
                     f"stage {self.index} changes its input in place, so it cannot be computed "
                     "again from it: use the operation that gives a new tensor, or recompute=False"
                 )
-            return outputs
+            # What is handed on may be changed by who gets it; the input is still needed as it is.
+            return tuple(y.clone() if addresses(leaves) & addresses([y]) else y for y in outputs)
         flight.outputs = compute()
         return flight.outputs
 
@@ -171,8 +185,11 @@ class Stage:
         """``function(*args)`` while the module has the weights and buffers of `state`."""
         if state is self.weights.current:
             return function(*args)
-        named = {f"module.{name}": value for name, value in state.items()}
-        return functional_call(self.shell, named, (function, *args))
+        named = {
+            f"module.{slot}": state[name] for slot, name in self.slots.items() if name in state
+        }
+        # torch would put a layer's weights in once for each of its names, and take out but one.
+        return functional_call(self.shell, named, (function, *args), tie_weights=False)
 
     def _repeatable(self, compute: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
         """`compute` once more later, with the same random numbers (a dropout must not change),

@@ -67,6 +67,7 @@ class StageState(NamedTuple):
     weights: dict[str, Tensor]  # the module's state_dict
     optimizer: dict[str, Any] | None
     scheduler: dict[str, Any] | None
+    buffers: dict[str, Tensor] = {}  # noqa: RUF012  # those that a state_dict leaves out
 
 
 class StageWeights:
@@ -79,9 +80,11 @@ class StageWeights:
         self.current: Parameters = dict(module.named_parameters())
         trainable = [p for p in module.parameters() if p.requires_grad]
         make = update.optimizer if trainable else None
-        self.optimizer = make(trainable) if make else None
+        self.optimizer = checked_optimizer(make(trainable), trainable) if make else None
         self.scheduler = (
-            update.scheduler(self.optimizer) if update.scheduler and self.optimizer else None
+            checked_scheduler(update.scheduler(self.optimizer))
+            if update.scheduler and self.optimizer
+            else None
         )
         self.clip_norm = update.clip_norm
         self.ledger = ledger
@@ -195,11 +198,13 @@ class StageWeights:
 
     def state(self, module: nn.Module) -> StageState:
         """Where the stage is now, once nothing is in flight."""
+        saved = module.state_dict()
         return on_cpu(
             StageState(
-                module.state_dict(),
+                saved,
                 self.optimizer.state_dict() if self.optimizer else None,
                 self.scheduler.state_dict() if self.scheduler else None,
+                {name: b for name, b in module.named_buffers() if name not in saved},
             )
         )
 
@@ -225,6 +230,36 @@ class StageWeights:
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self.current.items()
         }
+
+
+def checked_optimizer(made: Any, given: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What a function `optimizer` has made; ValueError where it would train nothing of what it was
+    `given`."""
+    if isinstance(made, type) or not (hasattr(made, "step") and hasattr(made, "state_dict")):
+        raise ValueError(
+            f"optimizer must be a function that returns an optimizer, not {type(made).__name__}: "
+            "does it end in return?"
+        )
+    mine = {id(parameter) for parameter in given}
+    groups = getattr(made, "param_groups", None)
+    if groups is not None and not any(id(p) in mine for group in groups for p in group["params"]):
+        raise ValueError(
+            "optimizer returned one that has none of the parameters it was given, so that nothing "
+            "would be trained: make it from its argument"
+        )
+    checked: torch.optim.Optimizer = made
+    return checked
+
+
+def checked_scheduler(made: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    """What a function `scheduler` has made; ValueError where that is none."""
+    if isinstance(made, type) or not (hasattr(made, "step") and hasattr(made, "state_dict")):
+        raise ValueError(
+            "scheduler must be a function that returns a scheduler of the learning rate, not "
+            f"{type(made).__name__}: does it end in return?"
+        )
+    checked: torch.optim.lr_scheduler.LRScheduler = made
+    return checked
 
 
 def on_cpu(value: Any) -> Any:
