@@ -17,7 +17,8 @@ import pytest
 import torch
 from oracle import cut, difference, replay
 from pipeschool.actions import Action
-from pipeschool.runtime.stages.stage import Stage, Tensors
+from pipeschool.runtime.stages.stage import Stage
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import StageWeights, Version
 from pipeschool.versions import Ledger, with_weights
 from torch import nn

@@ -12,7 +12,7 @@ from pipeschool.arguments import per_item, whole_number
 from pipeschool.partition.chain import Chain, Layers, layers_of, shared_parameters
 from pipeschool.partition.profile import Layer, Profile
 from pipeschool.runtime.measure import Measured, measure
-from pipeschool.runtime.stages.stage import Loss
+from pipeschool.runtime.stages.loss import Loss
 from pipeschool.runtime.weights.stage_weights import MakeOptimizer
 
 

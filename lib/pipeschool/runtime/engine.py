@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeschool.actions import Action
 from pipeschool.dependencies import used_by
 from pipeschool.runtime.share import Share
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 
 
 class Engine:

@@ -17,8 +17,11 @@ from torch.utils._pytree import tree_leaves
 from pipeschool.actions import Action, B, F, I, Schedule, U, W
 from pipeschool.cost import Cost
 from pipeschool.runtime.observers.live_bytes import LiveBytes, size_of
+from pipeschool.runtime.stages.loss import Loss
 from pipeschool.runtime.stages.microbatches import cut, shares
-from pipeschool.runtime.stages.stage import Loss, Stage, Tensors
+from pipeschool.runtime.stages.random_numbers import put_back
+from pipeschool.runtime.stages.stage import Stage
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import MakeOptimizer, StageWeights, Update
 from pipeschool.versions import OneVersion
 
@@ -67,7 +70,7 @@ def measure(
     torch.set_num_threads(1)  # as in a worker
     first, clock, scale = _Clock(), _Clock(), _Scale(len(line))
     try:
-        with torch.random.fork_rng(devices=[]):  # a dropout here must not change what comes later
+        with put_back():  # a dropout here must not change what comes later
             microbatch(0, False, first.do)  # the first time is slower
             with scale.live:
                 microbatch(1, False, scale.do)

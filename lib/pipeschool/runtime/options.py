@@ -59,7 +59,8 @@ class RunOptions:
     timeout: seconds without any progress after which a run counts as stuck. A worker that is
         busy computing gets 15 times as long. Declared times, of `pace` and of links, do not count.
     nan_check: stop at the first NaN that a stage gives.
-    seed: worker w seeds torch with seed + w.
+    seed: worker w seeds Python's, numpy's and torch's random numbers with seed + w. So what a stage
+        draws, such as a dropout, depends on the worker that it is on: with another p it is another.
     history: note the parameters after every update, see `Result.history`.
     update_stages: load the trained weights into `stages`; they are left alone otherwise.
     recompute: a stage keeps only a microbatch's input, and goes forward once more, with the same

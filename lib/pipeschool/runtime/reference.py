@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeschool.actions import Schedule
+from pipeschool.runtime.stages.loss import Loss, no_loss
 from pipeschool.runtime.stages.microbatches import Weigh, cut, shares
-from pipeschool.runtime.stages.stage import Loss, as_tensors, no_loss
+from pipeschool.runtime.stages.tensors import as_tensors
 from pipeschool.runtime.weights.reduce import add_up
 from pipeschool.runtime.weights.stage_weights import MakeOptimizer
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.runtime.observers.observer import Observer, observed
-from pipeschool.runtime.stages.stage import Loss, Stage, Tensors, checked_loss, no_loss
+from pipeschool.runtime.stages.loss import Loss, checked_loss, no_loss
+from pipeschool.runtime.stages.stage import Stage
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import on_cpu
 from pipeschool.runtime.weights.sums import Sums
 from pipeschool.runtime.wire.wire import Wire

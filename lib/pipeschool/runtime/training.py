@@ -94,6 +94,7 @@ def train(
     from pipeschool.runtime.cluster import torchrun
     from pipeschool.runtime.host.result import load, mean
     from pipeschool.runtime.launch import launch
+    from pipeschool.runtime.stages.random_numbers import put_back, seed
 
     if chosen.tensor_parallel > 1:
         raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")
@@ -120,8 +121,8 @@ def train(
         torchrun.refuse_difference("checkpoints", place)
     samples = seconds = 0.0
     for epoch in range(place.epoch, epochs):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(chosen.seed + epoch)
+        with put_back():
+            seed(chosen.seed + epoch)
             for done, leg in _legs(loader, epoch, place, every):
                 called = time.perf_counter()
                 stream = with_weights(make(p=p, m=m, batches=len(leg)), weights)
@@ -221,6 +222,7 @@ def _resume(
     import torch
 
     from pipeschool.runtime.host.result import State
+    from pipeschool.runtime.stages.random_numbers import restored
     from pipeschool.runtime.weights.stage_weights import StageState
 
     try:
@@ -237,7 +239,9 @@ def _resume(
     place = Place(*saved["place"])
     if log:
         log(f"going on from {file}: epoch {place.epoch}, batch {place.batch}")
-    state = State([StageState(*stage) for stage in saved["stages"]], saved["generators"])
+    state = State(
+        [StageState(*stage) for stage in saved["stages"]], [*map(restored, saved["generators"])]
+    )
     return Training(saved["losses"], saved["loss_weights"], saved["epochs"]), place, state
 
 
@@ -260,7 +264,7 @@ def _save(
         "loss_weights": training.loss_weights,
         "epochs": training.epochs,
         "stages": [tuple(stage) for stage in state.stages],
-        "generators": state.generators,
+        "generators": [None if one is None else tuple(one) for one in state.generators],
     }
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     torch.save(saved, unfinished)

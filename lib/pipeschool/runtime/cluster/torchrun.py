@@ -42,6 +42,7 @@ from pipeschool.runtime.errors import Frame, RunError
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Report
 from pipeschool.runtime.host.worker import work
+from pipeschool.runtime.stages.random_numbers import put_back
 from pipeschool.runtime.stall import BUSY_FACTOR, BUSY_SHARE, suspect
 from pipeschool.runtime.weights.groups import Groups
 
@@ -80,7 +81,7 @@ def take_part(
         torch.set_num_threads(1)
         for what, mine in same.items():
             refuse_difference(what, mine)
-        with torch.random.fork_rng():
+        with put_back(range(torch.cuda.device_count())):
             boards = detector.board, detector.on_link
             offset = session.offset
             report = work(rank(), job, *boards, {}, groups, dist.barrier, offset)

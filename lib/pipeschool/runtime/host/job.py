@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.memory import MemorySample
 from pipeschool.runtime.errors import Frame
 from pipeschool.runtime.observers.declared_link import LinkSpeed
 from pipeschool.runtime.options import RunOptions
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.random_numbers import RandomNumbers
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import Parameters, StageState
 from pipeschool.runtime.weights.ties import Tie
 from pipeschool.trace import Span
@@ -45,7 +46,7 @@ class Job:
     recompute: list[bool]
     pace: dict[str, list[float]] | None
     restore: dict[int, StageState]
-    generator: Tensor | None
+    generator: RandomNumbers | None
     ties: list[Tie]
     norm_places: list[int]
     engine: type[Any]
@@ -78,7 +79,7 @@ class Report:
     gradients: dict[int, Parameters] = field(default_factory=dict)  # stage -> last update's
     states: dict[int, StageState] = field(default_factory=dict)
     history: dict[int, list[Parameters]] = field(default_factory=dict)  # stage -> after each update
-    generator: Tensor | None = None
+    generator: RandomNumbers | None = None
     parameter_bytes: dict[int, int] = field(default_factory=dict)  # stage -> of one version
     memory: list[MemorySample] = field(default_factory=list)  # where the job asked for it
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeschool.runtime.stages.stage import Loss, Tensors, as_tensors, checked_loss, no_loss
+from pipeschool.runtime.stages.loss import Loss, checked_loss, no_loss
+from pipeschool.runtime.stages.random_numbers import put_back
+from pipeschool.runtime.stages.tensors import Tensors, as_tensors
 
 # Losses of classes: their mean is one over the targets that are not ignored, by class weights.
 OF_CLASSES = {"CrossEntropyLoss", "NLLLoss", "NLLLoss2d", "cross_entropy", "nll_loss"}
@@ -155,7 +157,7 @@ def check_mean(
 
     copies = copy.deepcopy(list(stages))
     pieces = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with put_back(), torch.no_grad():
         for values in inputs:
             for index, stage in enumerate(copies):
                 values = as_tensors(stage(*values), f"stage {index}")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipeschool.actions import Schedule
 from pipeschool.memory import StageBytes
 from pipeschool.runtime.host.job import Report
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.random_numbers import RandomNumbers
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import Parameters, StageState
 from pipeschool.trace import Span, Trace
 
@@ -24,7 +25,7 @@ class State:
     """Where a run ended: what the next one needs to go on from there."""
 
     stages: list[StageState]
-    generators: list[Tensor | None]  # random numbers of each worker
+    generators: list[RandomNumbers | None]  # random numbers of each worker
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from pipeschool.runtime.observers.packer import Packer
 from pipeschool.runtime.observers.position import Position
 from pipeschool.runtime.observers.recorder import Recorder
 from pipeschool.runtime.share import Share
+from pipeschool.runtime.stages.random_numbers import go_on_from, random_numbers, seed
 from pipeschool.runtime.stages.stage import Stage
 from pipeschool.runtime.weights.groups import Groups
 from pipeschool.runtime.weights.sharding import parallelize
@@ -56,9 +57,9 @@ def work(
     worker, tensor_rank = divmod(process, options.tensor_parallel)
     warm_up(device)
     torch.set_default_dtype(job.default_dtype)
-    torch.manual_seed(options.seed + worker)
+    seed(options.seed + worker)
     if job.generator is not None:
-        torch.set_rng_state(job.generator)
+        go_on_from(job.generator)
     for module in job.modules.values():
         module.to(device)
     if options.tensor_parallel > 1:
@@ -163,7 +164,7 @@ def report_of(share: Share, recorder: Recorder, history: History, meter: Meter |
         gradients={s: on_cpu(stage.weights.last_gradients) for s, stage in share.stages.items()},
         states={s: stage.weights.state(stage.module) for s, stage in share.stages.items()},
         history=dict(history.after_updates),
-        generator=torch.get_rng_state(),
+        generator=random_numbers([share.device.index] if share.device.type == "cuda" else []),
         parameter_bytes={s: stage.weights.bytes for s, stage in share.stages.items()},
         memory=meter.levels if meter else [],
     )

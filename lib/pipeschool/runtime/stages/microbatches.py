@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from pipeschool.actions import Schedule
-from pipeschool.runtime.stages.stage import as_tensors, describe
+from pipeschool.runtime.stages.tensors import as_tensors, describe
 
+TURN = (
+    ": samples go along the first dimension, not the second, which .transpose(0, 1) makes the "
+    "first (and batch_first=True lets an RNN take)"
+)
 Weigh = Callable[[Any], Any]  # from a microbatch's targets to the weight of its loss
 
 
@@ -31,6 +35,12 @@ def samples(value: Any) -> int:
             f"the tensors of a batch must agree in their first dimension, not {describe(value)}"
         )
     return sizes.pop()
+
+
+def _second(value: Any) -> int | None:
+    """The length of the second dimension, where all tensors have the same."""
+    sizes = {t.shape[1] if t.dim() > 1 else None for t in as_tensors(value, "a batch")}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def cut(
@@ -59,7 +69,8 @@ def cut(
                 f"{schedule.name} trains"
             )
         if y is not None and samples(y) != n:
-            raise ValueError(f"a batch has {n} inputs, but {samples(y)} targets")
+            turned = _second(x) == _second(y) is not None
+            raise ValueError(f"a batch has {n} inputs, but {samples(y)} targets{TURN * turned}")
         if n < schedule.m:
             raise ValueError(
                 f"a batch of {n} samples cannot be cut into {schedule.m} microbatches: "

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.actions import B, F, I, W
+from pipeschool.runtime.stages.loss import checked_loss
+from pipeschool.runtime.stages.random_numbers import go_on_from, put_back, random_numbers
 from pipeschool.runtime.stages.split_backward import SplitBackward
+from pipeschool.runtime.stages.tensors import Tensors, as_leaf, as_tensors, describe
+from pipeschool.runtime.stages.time_first import TimeFirst
 from pipeschool.runtime.weights.stage_weights import Parameters, StageWeights, Version
 from pipeschool.runtime.weights.storage import addresses
-
-Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
-Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Stage:
         self.recompute = recompute
         self.shell = Shell(module)
         self.slots = slots(module)
+        self.time_first = TimeFirst(index, module)
         self.has_buffers = next(module.buffers(), None) is not None
         self.in_flight: dict[int, Flight] = {}
 
@@ -85,6 +87,7 @@ class Stage:
         """
         version = self.weights.use(F(self.index, microbatch))
         values = tuple(x for x in inputs if x is not None)
+        self.time_first.expect(values)
         try:
             return self._forward(microbatch, version, values, loss)
         except Exception as error:
@@ -124,6 +127,7 @@ class Stage:
         """The stage's outputs for `inputs`, with nothing kept: no backward will follow."""
         version = self.weights.use(F(self.index, microbatch))
         values = tuple(x for x in inputs if x is not None)
+        self.time_first.expect(values)
         try:
             with torch.no_grad():
                 return self._call(version, values)
@@ -196,15 +200,12 @@ class Stage:
         and on copies of the buffers as they are now (what depends on them must not change, and a
         running mean must not count a microbatch twice)."""
         devices = sorted({p.device.index for p in self.module.parameters() if p.is_cuda})
-        host = torch.get_rng_state()
-        device_states = [torch.cuda.get_rng_state(device) for device in devices]
+        drawn = random_numbers(devices)
         buffers = {name: b.clone() for name, b in self.module.named_buffers()}
 
         def again() -> tuple[Tensor, ...]:
-            with torch.random.fork_rng(devices=devices):
-                torch.set_rng_state(host)
-                for device, state in zip(devices, device_states, strict=True):
-                    torch.cuda.set_rng_state(state, device)
+            with put_back(devices):
+                go_on_from(drawn)
                 outputs: tuple[Tensor, ...] = compute(**buffers)
                 return outputs
 
@@ -232,51 +233,3 @@ def matched(
         if out.requires_grad and gradient is not None
     ]
     return tuple(out for out, _ in pairs), tuple(gradient for _, gradient in pairs)
-
-
-def checked_loss(loss: Callable[[Any], Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
-    """The last stage's loss, which takes the place of its outputs."""
-    value = loss(outputs[0] if len(outputs) == 1 else outputs)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(f"the loss must be a tensor with one number, not {describe(value)}")
-    if value.is_complex():
-        raise ValueError(
-            f"the loss must be a real number, not {describe(value)}: take its abs() or its real "
-            "part"
-        )
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise ValueError("the loss does not depend on anything that can be trained")
-    return value
-
-
-def no_loss(outputs: Any) -> Tensor:
-    """The loss of a microbatch whose targets weigh nothing: 0, and so are its gradients, whatever
-    the loss itself would make of it (a mean over nothing is NaN)."""
-    parts = [y.flatten()[:0].sum() for y in as_tensors(outputs, "the last stage")]
-    return sum(parts[1:], start=parts[0]).real.double()
-
-
-def as_leaf(x: Tensor) -> Tensor:
-    """`x` as the start of a new graph; asked for a gradient where it can have one."""
-    x = x.detach()
-    return x.requires_grad_() if x.is_floating_point() or x.is_complex() else x
-
-
-def as_tensors(value: Any, source: str) -> tuple[Tensor, ...]:
-    """A tensor, or a tuple or list of tensors, as a tuple; TypeError in one sentence otherwise."""
-    items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for item in items:
-        if not isinstance(item, Tensor):
-            raise TypeError(
-                f"{source} must give a tensor or a tuple of tensors, not {describe(value)}"
-            )
-    return items
-
-
-def describe(value: Any) -> str:
-    """Shapes and types in short, for messages: ``(8, 32) float64``."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(describe(item) for item in value) + ")"
-    return type(value).__name__

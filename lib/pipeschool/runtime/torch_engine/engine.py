@@ -30,7 +30,8 @@ from pipeschool.formats import to_csv
 from pipeschool.runtime.errors import PeerLost, is_lost_connection
 from pipeschool.runtime.observers.position import Position
 from pipeschool.runtime.share import Share
-from pipeschool.runtime.stages.stage import Tensors, checked_loss
+from pipeschool.runtime.stages.loss import checked_loss
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.torch_engine.limits import one_batch
 
 DISTRIBUTED = Path(dist.__file__).parent

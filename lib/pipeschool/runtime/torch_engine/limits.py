@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipeschool.actions import COMPUTE_KINDS, Schedule
-from pipeschool.runtime.stages.stage import Tensors, describe
+from pipeschool.runtime.stages.tensors import Tensors, describe
 from pipeschool.runtime.weights.ties import updates_last
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from pipeschool.actions import Action, Schedule
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import PeerLost
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.wire.packet import (
     INSIDE,
     PLACE,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeschool.actions import MESSAGE_KINDS, Action
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 
 SIZE = 4096  # bytes of a packet where all must be of one size
 HEADER = 128  # numbers of 8 bytes in a header, at most

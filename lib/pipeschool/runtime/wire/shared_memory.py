@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.wire.packet import Shape, aligned, read_tensors
 
 HEAD = mmap.PAGESIZE  # bytes before the first slot, one for each slot

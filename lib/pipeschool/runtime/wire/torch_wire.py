@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipeschool.actions import Action, Schedule
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import or_peer_lost
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.groups import Groups
 from pipeschool.runtime.wire.outbox import Outbox
 from pipeschool.runtime.wire.packet import (

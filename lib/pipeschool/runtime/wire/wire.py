@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import message_of, peer_of, sender_of
 from pipeschool.runtime.clock import Clock
-from pipeschool.runtime.stages.stage import Tensors
+from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.wire.packet import Header, Packed, bytes_of
 
 
