@@ -73,7 +73,7 @@ RUNTIME_FLOORS = {
 }
 FLOORS_WITHIN: dict[str, dict[str, int]] = {
     "pipeschool.actions": {"action": 0, "form": 1, "schedule": 2},
-    "pipeschool.checking": {"together": 0, "rows": 1},
+    "pipeschool.checking": {"together": 0, "rendezvous": 1, "rows": 1},
     "pipeschool.partition": {
         "cuts": 0,
         "profile": 0,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 from pipeschool.actions.action import Action, U
 from pipeschool.actions.form import as_pairs, as_replicas, as_rows, row_from_order, shown
@@ -30,6 +32,9 @@ class Schedule:
         the gradients of all.
     chunks: stages into which a worker's share of one model is cut; where it is not given, as many
         as there are stages per worker.
+    fused: sends and receives that stand next to each other in a row are one group. They begin
+        together, and the worker goes on when all of them are done, in whatever order that comes, as
+        between NCCL's ncclGroupStart and ncclGroupEnd.
 
     What has another form than this raises ValueError, or `IllegalSchedule` where it is in a row.
     Whether the schedule can be done is for `check` to say.
@@ -45,6 +50,7 @@ class Schedule:
     replicas: tuple[tuple[int, ...], ...] = ()
     chunks: int = 0
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
+    fused: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -55,6 +61,8 @@ class Schedule:
             ("chunks", 0),
         ):
             whole_number(name, getattr(self, name), least)
+        if not isinstance(self.fused, bool):
+            raise ValueError(f"fused must be True or False, not {shown(self.fused)}")
         formed = {
             "workers": as_rows(self.workers, self.name, self.microbatches),
             "updates_every": self.updates_every or self.m,
@@ -126,6 +134,16 @@ class Schedule:
         """The worker that does `microbatch` on `stage`."""
         workers = self.owners[stage]
         return workers[microbatch % len(workers)]
+
+    def steps_of(self, worker: int) -> Iterator[tuple[Action, ...]]:
+        """What `worker` begins together, in order: each action by itself, or a group of messages
+        where they are `fused`."""
+        row = self.workers[worker]
+        if not self.fused:
+            yield from ((action,) for action in row)
+            return
+        for messages, run in groupby(row, key=attrgetter("is_message")):
+            yield from [tuple(run)] if messages else ((action,) for action in run)
 
     def microbatches_of(self, stage: int, worker: int) -> range:
         """The microbatches that `worker` does on `stage`, which it holds."""
