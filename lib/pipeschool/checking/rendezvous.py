@@ -1,4 +1,4 @@
-"""All rows of a lowered schedule together, where a send is done only when its receiver is there.
+"""A rendezvous: a send is done only when its receiver is there, and the other way round.
 
 So it is with NCCL: no tags, and on each channel, which is one direction between two workers, the
 n-th send and the n-th receive belong together. A message passes once both workers have begun it,
@@ -13,7 +13,7 @@ worker waits for the same ones. So those that stand next to each other may all b
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.checking.together import deadlock, waits_at_update, wrong_tensor
@@ -28,43 +28,43 @@ def rendezvous_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     workers cannot go on: they wait in a circle, or a receive would get somebody else's message.
     """
     steps = [schedule.steps_of(worker) for worker in range(schedule.p)]
-    begun = Begun(schedule)
+    messages = Messages(schedule)
     meetings: defaultdict[Action, list[int]] = defaultdict(list)  # update -> who has come to it
-    runnable = list(range(len(steps) - 1, -1, -1))
+    runnable = list(range(schedule.p - 1, -1, -1))
     while runnable:
         worker = runnable.pop()
         for step in steps[worker]:
             action = step[0]
             if action.is_message:
-                for source, send, target, receive in begun.add(worker, step):
+                for source, send, target, receive in messages.begin(worker, step):
                     yield source, send
                     yield target, receive
                     peer = source + target - worker
-                    if not begun.unmet[peer]:
+                    if not messages.unmet[peer]:
                         runnable.append(peer)
-                if begun.unmet[worker]:
+                if messages.unmet[worker]:
                     break
             elif action.kind == "U":
-                present, owners = meetings[action], schedule.owners[action.stage]
+                present = meetings[action]
                 present.append(worker)
-                if len(present) < len(owners):
+                if len(present) < len(schedule.owners[action.stage]):
                     break
                 runnable += present[:-1]
                 yield from ((w, action) for w in present)
             else:
                 yield worker, action
-    at = {worker: messages[0] for worker, messages in enumerate(begun.unmet) if messages}
+    at = {worker: unmet[0] for worker, unmet in enumerate(messages.unmet) if unmet}
     waits = {worker: _waits_for(message, schedule) for worker, message in at.items()}
     for update, present in meetings.items():
-        if at_update := waits_at_update(schedule, update, present):
-            waits |= at_update
-            at |= dict.fromkeys(at_update, update)
+        absent = waits_at_update(schedule, update, present)
+        waits |= absent
+        at |= dict.fromkeys(absent, update)
     if waits:
         raise deadlock(at, waits)
 
 
-class Begun:
-    """The messages that have been begun at one end and not yet at the other.
+class Messages:
+    """The messages that one worker has begun, and the other not yet.
 
     unmet: for each worker, those of its step.
     """
@@ -72,21 +72,20 @@ class Begun:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.unmet: list[list[Action]] = [[] for _ in range(schedule.p)]
-        self.ends: defaultdict[tuple[Channel, bool], deque[Action]] = defaultdict(deque)
+        # By channel, and whether it is the send that has been begun.
+        self.begun: defaultdict[tuple[Channel, bool], deque[Action]] = defaultdict(deque)
 
-    def add(
-        self, worker: int, step: tuple[Action, ...]
-    ) -> Iterator[tuple[int, Action, int, Action]]:
-        """`worker` begins the messages of `step`. Of those that pass at once: the worker and action
-        that send, and those that receive."""
-        self.unmet[worker] = list(step)
+    def begin(self, worker: int, step: Sequence[Action]) -> Iterator[tuple[int, Action, int, Action]]:
+        """`worker` begins the messages of `step`. Of each that passes at once: who sends it, the
+        send, who receives it, the receive."""
+        self.unmet[worker] += step
         for message in step:
             peer, sends = peer_of(message, self.schedule), message.kind.startswith("SEND")
             channel = Channel(worker, peer) if sends else Channel(peer, worker)
-            if not self.ends[channel, not sends]:
-                self.ends[channel, sends].append(message)
+            if not self.begun[channel, not sends]:
+                self.begun[channel, sends].append(message)
                 continue
-            other = self.ends[channel, not sends].popleft()
+            other = self.begun[channel, not sends].popleft()
             send, receive = (message, other) if sends else (other, message)
             if message_of(send) != receive:
                 raise wrong_tensor(*channel, receive, sender_of(receive), send)
