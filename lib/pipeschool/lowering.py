@@ -31,9 +31,9 @@ def lower(schedule: Schedule, fuse: bool = False) -> Schedule:
         `check` does. Of a schedule that has its messages already they stay where they are.
     """
     require_schedule(schedule)
-    if schedule.lowered:
-        return _fused(schedule) if fuse else schedule
-    return _fused(_by_time(schedule)) if fuse else _by_need(schedule)
+    if not schedule.lowered:
+        schedule = _by_time(schedule) if fuse else _by_need(schedule)
+    return replace(schedule, fused=schedule.lowered) if fuse else schedule
 
 
 def compute_only(schedule: Schedule) -> Schedule:
@@ -103,17 +103,3 @@ def _times(schedule: Schedule) -> Iterator[tuple[int, Action, float, float]]:
         free[worker] = end = start + SECONDS[action.kind]
         ends[action] = end
         yield worker, action, start, end
-
-
-def _fused(schedule: Schedule) -> Schedule:
-    """`schedule` with its groups of messages, and the sends first in each."""
-    fused = replace(schedule, fused=schedule.lowered)
-    rows = (
-        tuple(a for step in fused.steps_of(w) for a in sorted(step, key=_is_receive))
-        for w in range(schedule.p)
-    )
-    return replace(fused, workers=tuple(rows))
-
-
-def _is_receive(message: Action) -> bool:
-    return message.kind.startswith("RECV")

@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 
 from pipeschool.actions.action import Action, U
-from pipeschool.actions.form import as_pairs, as_replicas, as_rows, row_from_order, shown
+from pipeschool.actions.form import as_pairs, as_replicas, as_rows, groups, row_from_order, shown
 from pipeschool.arguments import whole_number
 
 
@@ -34,7 +32,8 @@ class Schedule:
         as there are stages per worker.
     fused: sends and receives that stand next to each other in a row are one group. They begin
         together, and the worker goes on when all of them are done, in whatever order that comes, as
-        between NCCL's ncclGroupStart and ncclGroupEnd.
+        between NCCL's ncclGroupStart and ncclGroupEnd. So their order means nothing, and a row has
+        the sends first.
 
     What has another form than this raises ValueError, or `IllegalSchedule` where it is in a row.
     Whether the schedule can be done is for `check` to say.
@@ -64,7 +63,7 @@ class Schedule:
         if not isinstance(self.fused, bool):
             raise ValueError(f"fused must be True or False, not {shown(self.fused)}")
         formed = {
-            "workers": as_rows(self.workers, self.name, self.microbatches),
+            "workers": as_rows(self.workers, self.name, self.microbatches, self.fused),
             "updates_every": self.updates_every or self.m,
             "replicas": as_replicas(self.replicas),
             "overlapped": as_pairs(self.overlapped),
@@ -139,11 +138,7 @@ class Schedule:
         """What `worker` begins together, in order: each action by itself, or a group of messages
         where they are `fused`."""
         row = self.workers[worker]
-        if not self.fused:
-            yield from ((action,) for action in row)
-            return
-        for messages, run in groupby(row, key=attrgetter("is_message")):
-            yield from [tuple(run)] if messages else ((action,) for action in run)
+        return groups(row) if self.fused else ((action,) for action in row)
 
     def microbatches_of(self, stage: int, worker: int) -> range:
         """The microbatches that `worker` does on `stage`, which it holds."""
