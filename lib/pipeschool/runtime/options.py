@@ -61,6 +61,10 @@ class RunOptions:
     latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
         held back until a link like that would have brought it, counted from the moment at which it
         was really sent. The trace is ``measured, paced`` then.
+    matching: ``in_order``: on each link messages arrive in the order in which they were sent, and no
+        send waits. ``rendezvous``: a send is done only when its receiver is there, and so are
+        fused ones together, as NCCL has it, here between processes of one machine; a schedule that
+        would stand still is refused.
     tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
         style of torch.distributed.tensor.parallel for layers by their name in the stage.
 
@@ -83,6 +87,7 @@ class RunOptions:
     memory: bool = False
     latency: float = 0.0
     bandwidth: float = math.inf
+    matching: str = "in_order"
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, ParallelStyle] | None = None
 
@@ -94,6 +99,8 @@ class RunOptions:
                 f"engine must be one of {', '.join(ENGINES)}, not {engine!r}; or an engine class "
                 "of your own, with a method run"
             )
+        if self.matching not in ("in_order", "rendezvous"):
+            raise ValueError(f"matching must be in_order or rendezvous, not {self.matching!r}")
         number("timeout", self.timeout, positive=True)
         for name in ("nan_check", "history", "update_stages", "memory"):
             if not isinstance(getattr(self, name), bool):

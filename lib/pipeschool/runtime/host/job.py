@@ -30,8 +30,8 @@ class Job:
     weight of each microbatch's loss in the loss of its update. recompute: of every stage. pace:
     kind -> declared seconds per stage. restore: stage -> where it was when an earlier run ended.
     generator: the state of this worker's random numbers at that time. ties: parameters that several
-    stages share. engine: the class that does the row. carrier: of messages, ``local`` or the name
-    of torch.distributed's backend. rendezvous: the file through which processes find each other in
+    stages share. engine: the class that does the row. carrier: of messages, ``local``,
+    ``rendezvous`` or the name of torch.distributed's backend. rendezvous: the file through which processes find each other in
     torch.distributed; empty where they need not.
     """
 
