@@ -3,13 +3,27 @@ refused, or named by the watch."""
 
 from __future__ import annotations
 
+import socket
+import sys
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from threading import Thread
 
 import pipeschool as ps
 import pytest
 import torch
+from faulty import Faulty, killed
+from pipeschool.dependencies import sender_of
 from pipeschool.runtime import launch, reference
+from pipeschool.runtime.clock import Clock
+from pipeschool.runtime.errors import PeerLost
+from pipeschool.runtime.wire.rendezvous_wire import RendezvousWire
 from test_run import batch, linear_stages, sgd
+
+sys.path.append(str(Path(__file__).parents[1]))
+from oracles import random_schedule, scatter_messages  # noqa: E402
 
 FAMILIES = [
     ("naive", 4, 4, None),
@@ -149,15 +163,131 @@ def test_it_really_stands_still_and_the_watch_says_who_waits_for_whom(unchecked)
     assert (error.worker, error.action, error.peer) == (0, ps.Action("SEND_F", 0, 1), 1)
 
 
-def test_in_a_group_the_send_is_named_that_is_waited_for(unchecked):
-    # Worker 1 sends both ways at once. Worker 2 receives; worker 0 wants something else first.
-    good = ps.lower(ps.one_f_one_b(3, 1), fuse=True)
-    rows = [
-        "0F0 0RECV_B0 0SEND_F0 0B0 0U0",
-        "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0 1U0",
-    ]
-    workers = [tuple(map(ps.Action.parse, row.split())) for row in rows]
-    stuck = replace(good, workers=(*workers, good.workers[2]), fused=False)
-    with pytest.raises(ps.RunError) as caught:
-        ps.run(stuck, linear_stages(3), [batch(2)], matching="rendezvous", timeout=1)
-    assert caught.value.worker in (0, 1)
+def test_a_worker_that_is_killed_is_named_not_those_whose_sends_wait_for_it():
+    stages = linear_stages(3)
+    stages[1] = Faulty(6, killed, "F", 2)
+    with pytest.raises(ps.RunError, match="^worker 1 was killed by SIGKILL at 1F2"):
+        ps.run(ps.one_f_one_b(3, 6), stages, [batch(12)], matching="rendezvous")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"matching": "tag"}, "matching must be in_order or rendezvous, not 'tag'"),
+        (
+            {"matching": "rendezvous", "engine": "torch"},
+            "matching='rendezvous' does not go with engine='torch': leave it out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, sentence):
+    with pytest.raises(ValueError) as caught:
+        ps.run(ps.gpipe(2, 2), linear_stages(2), [batch(4)], **options)
+    assert str(caught.value) == sentence
+
+
+# --- the wire by itself --------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def wires_of(schedule):
+    """The wires of all workers, in this process."""
+    ends = {link: socket.socketpair() for link in launch.links_of(schedule, 1)}
+    try:
+        yield [
+            RendezvousWire(
+                w,
+                schedule,
+                Clock(CPU),
+                CPU,
+                {link: pair[w == link[1]] for link, pair in ends.items() if w in link},
+                w,
+            )
+            for w in range(schedule.p)
+        ]
+    finally:
+        for pair in ends.values():
+            for end in pair:
+                with suppress(OSError):  # wakes up who still waits
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+
+
+def do_row(wire, worker, done):
+    """All messages of a row; `done` counts them."""
+    for action in wire.schedule.workers[worker]:
+        if action.kind.startswith("SEND"):
+            wire.send(action, (torch.tensor([action.stage, action.microbatch]),))
+        elif action.is_message:
+            (found,) = wire.receive(action)
+            sender = sender_of(action)
+            assert found.tolist() == [sender.stage, sender.microbatch]
+        done[worker] += 1
+
+
+def comes_to_its_end(schedule, patience):
+    """Do threads that do the rows all come to their ends?"""
+    done = [0] * schedule.p
+
+    def work(wire, worker):
+        with suppress(PeerLost):  # the sockets are closed where it stands still
+            do_row(wire, worker, done)
+
+    with wires_of(schedule) as wires:
+        threads = [Thread(target=work, args=(wire, w), daemon=True) for w, wire in enumerate(wires)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + patience
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    for thread in threads:
+        thread.join(10)
+    return done == [len(row) for row in schedule.workers]
+
+
+def passes(schedule):
+    try:
+        ps.check(schedule, matching="rendezvous")
+    except ps.IllegalSchedule as error:
+        assert str(error).startswith("deadlock")
+        return False
+    return True
+
+
+def test_what_check_passes_comes_to_its_end_and_what_it_refuses_stands_still():
+    verdicts = []
+    for seed in range(40):
+        schedule = random_schedule(seed, weights="flush")
+        for lowered in (scatter_messages(schedule, seed), ps.lower(schedule, fuse=True)):
+            for fused in (False, True):
+                this = replace(lowered, fused=fused)
+                right = passes(this)
+                assert comes_to_its_end(this, patience=20 if right else 0.1) == right
+                verdicts.append(right)
+    assert verdicts.count(True) > 40 and verdicts.count(False) > 10
+
+
+def row_of_worker_1_in_three():
+    """Worker 1 sends to both neighbours at once."""
+    rows = ["0RECV_B0", "1SEND_B0 1SEND_F1", "2RECV_F1"]
+    workers = tuple(tuple(map(ps.Action.parse, row.split())) for row in rows)
+    return replace(ps.gpipe(3, 2), workers=workers, fused=True)
+
+
+def test_a_send_is_done_when_its_receiver_is_there_and_a_group_when_all_are():
+    schedule = row_of_worker_1_in_three()
+    with wires_of(schedule) as wires:
+        at, done = [], [0] * 3
+        wires[1].waits_at = at.append
+        sender = Thread(target=do_row, args=(wires[1], 1, done), daemon=True)
+        sender.start()
+        wires[2].receive(ps.Action("RECV_F", 2, 1))  # its own message passes, whatever the other
+        sender.join(0.1)
+        assert sender.is_alive()
+        assert str(at[-1]) == "1SEND_B0"
+        wires[0].receive(ps.Action("RECV_B", 0, 0))
+        sender.join(10)
+        assert not sender.is_alive()
+        assert done[1] == 2
