@@ -101,7 +101,7 @@ def test_messages_in_another_order_at_both_ends_are_the_wrong_tensors() -> None:
         "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1U0",
     ]
     for fused in (False, True):
-        with pytest.raises(ps.IllegalSchedule, match="wrong tensor at 1RECV_F1 .* 0SEND_F0, not 0S"):
+        with pytest.raises(ps.IllegalSchedule, match="wrong tensor at 1RECV_F1 .*0SEND_F0, not"):
             ps.check(written(rows, fused=fused), matching="rendezvous")
 
 

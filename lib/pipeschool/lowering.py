@@ -11,7 +11,6 @@ from pipeschool.actions import Action, Schedule, require_schedule
 from pipeschool.checking import checked_order
 from pipeschool.dependencies import LETTERS, Channel, Handover, handovers, message_of, needs
 
-
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}  # by which messages are put in their places
 
 

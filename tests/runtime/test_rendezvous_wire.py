@@ -4,26 +4,24 @@ refused, or named by the watch."""
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pipeschool as ps
 import pytest
 import torch
 from faulty import Faulty, killed
+from oracles import random_schedule, scatter_messages
 from pipeschool.dependencies import sender_of
 from pipeschool.runtime import launch, reference
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import PeerLost
+from pipeschool.runtime.wire import torch_wire
 from pipeschool.runtime.wire.rendezvous_wire import RendezvousWire
 from test_run import batch, linear_stages, sgd
-
-sys.path.append(str(Path(__file__).parents[1]))
-from oracles import random_schedule, scatter_messages  # noqa: E402
 
 FAMILIES = [
     ("naive", 4, 4, None),
@@ -291,3 +289,60 @@ def test_a_send_is_done_when_its_receiver_is_there_and_a_group_when_all_are():
         sender.join(10)
         assert not sender.is_alive()
         assert done[1] == 2
+
+
+# --- torch.distributed with NCCL -----------------------------------------------------------------
+
+
+class Group:
+    """Stands for a process group; notes (group, worker, whether it sends, peer)."""
+
+    def __init__(self, name, worker, noted):
+        self.name, self.worker, self.noted = name, worker, noted
+
+    def send(self, tensors, process, tag):
+        self.noted.append((self.name, self.worker, True, process))
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors, process, tag):
+        self.noted.append((self.name, self.worker, False, process))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def nccl_wire(worker, schedule, monkeypatch):
+    """A wire as NCCL has it, on groups that only note what is asked of them."""
+    noted, names = [], iter(["second", "third", "fourth"])
+    world = SimpleNamespace(group=SimpleNamespace(WORLD=Group("first", worker, noted)))
+    monkeypatch.setattr(torch_wire, "dist", world)
+    groups = SimpleNamespace(new=lambda: Group(next(names), worker, noted))
+    return torch_wire.TorchWire(worker, schedule, Clock(CPU), CPU, "nccl", groups), noted
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "looped_bfs", "zb_v", "chimera"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_with_nccl_all_meet_on_every_link_in_one_order_and_no_group_goes_both_ways(
+    name, p, monkeypatch
+):
+    schedule = ps.lower(ps.build(name, p, 4), fuse=True)
+    wires = [nccl_wire(w, schedule, monkeypatch) for w in range(p)]
+    todo = [list(noted) for _, noted in wires]
+    met = set()
+    while any(todo):  # each waits at its first until its peer has come to the same
+        heads = {(group, w, peer): sends for ((group, w, sends, peer), *_) in filter(None, todo)}
+        pairs = [
+            k for k, sends in heads.items() if sends and heads.get((k[0], k[2], k[1])) is False
+        ]
+        assert pairs, todo
+        for group, source, target in pairs:
+            todo[source].pop(0)
+            todo[target].pop(0)
+            met.add((group, source, target))
+    links = {(source, target) for _, source, target in met}
+    assert links == launch.links_of(schedule, 1)
+    assert not any((group, target, source) in met for group, source, target in met)
+    for worker, (wire, noted) in enumerate(wires):
+        noted.clear()
+        for message in (a for a in schedule.workers[worker] if a.is_message):
+            process, group, _ = wire._route(message)
+            way = (worker, process) if message.kind.startswith("SEND") else (process, worker)
+            assert (group.name, *way) in met

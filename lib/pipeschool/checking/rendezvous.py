@@ -75,7 +75,9 @@ class Messages:
         # By channel, and whether it is the send that has been begun.
         self.begun: defaultdict[tuple[Channel, bool], deque[Action]] = defaultdict(deque)
 
-    def begin(self, worker: int, step: Sequence[Action]) -> Iterator[tuple[int, Action, int, Action]]:
+    def begin(
+        self, worker: int, step: Sequence[Action]
+    ) -> Iterator[tuple[int, Action, int, Action]]:
         """`worker` begins the messages of `step`. Of each that passes at once: who sends it, the
         send, who receives it, the receive."""
         self.unmet[worker] += step

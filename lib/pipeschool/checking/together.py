@@ -54,8 +54,8 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                     break
                 if in_order and (next_one := queues[source, worker].popleft()) != tensor:
                     source = _source(schedule, tensor)
-                    due, sent = _giver(schedule, tensor), _giver(schedule, next_one)
-                    raise wrong_tensor(source, worker, action, due, sent)
+                    wanted, sent = _giver(schedule, tensor), _giver(schedule, next_one)
+                    raise wrong_tensor(source, worker, action, wanted, sent)
             if give:
                 letter, target = give
                 tensor = (letter, stage, microbatch)
@@ -129,8 +129,8 @@ def wrong_tensor(
 ) -> IllegalSchedule:
     """`worker`, at `receive`, would get `sent` from `source` instead of `due`."""
     return IllegalSchedule(
-        f"worker {worker} would get the wrong tensor at {receive.describe()}: the next message from "
-        f"worker {source} is {sent}, not {due}",
+        f"worker {worker} would get the wrong tensor at {receive.describe()}: the next message "
+        f"from worker {source} is {sent}, not {due}",
         worker,
         receive,
     )

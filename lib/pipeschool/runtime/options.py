@@ -61,10 +61,9 @@ class RunOptions:
     latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
         held back until a link like that would have brought it, counted from the moment at which it
         was really sent. The trace is ``measured, paced`` then.
-    matching: ``in_order``: on each link messages arrive in the order in which they were sent, and no
-        send waits. ``rendezvous``: a send is done only when its receiver is there, and so are
-        fused ones together, as NCCL has it, here between processes of one machine; a schedule that
-        would stand still is refused.
+    matching: ``in_order``: no send waits. ``rendezvous``: a send is done only when its receiver is
+        there, as NCCL has it; see `check` and `lower`. Between processes of one machine, to try
+        what would stand still there: that is refused.
     tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
         style of torch.distributed.tensor.parallel for layers by their name in the stage.
 

@@ -31,8 +31,8 @@ class Job:
     kind -> declared seconds per stage. restore: stage -> where it was when an earlier run ended.
     generator: the state of this worker's random numbers at that time. ties: parameters that several
     stages share. engine: the class that does the row. carrier: of messages, ``local``,
-    ``rendezvous`` or the name of torch.distributed's backend. rendezvous: the file through which processes find each other in
-    torch.distributed; empty where they need not.
+    ``rendezvous`` or the name of torch.distributed's backend. rendezvous: the file through which
+    processes find each other in torch.distributed; empty where they need not.
     """
 
     options: RunOptions

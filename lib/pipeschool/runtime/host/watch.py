@@ -28,7 +28,8 @@ START_LIMIT = 60.0  # seconds until all workers must have begun
 class Watch:
     """Waits for `pool` to do a lowered schedule; `timeout` seconds without progress end it.
 
-    `tensor_size`: processes of each worker. `sends_wait`: for their receivers. Methods count processes; messages name workers.
+    `tensor_size`: processes of each worker. `sends_wait`: for their receivers.
+    Methods count processes; messages name workers.
     """
 
     def __init__(
