@@ -148,6 +148,8 @@ def agree(numbers: range) -> dict[str, int]:
         assert len(outcomes) == 1 or WRONG_TENSOR in outcomes
         assert "through" not in outcomes or outcomes == {"through"}
         counts[said] += 1
+        if said == "through":
+            ps.check(schedule)
     return counts
 
 
@@ -265,6 +267,7 @@ def test_steps_are_groups_only_where_they_are_fused() -> None:
     assert [len(step) for step in alone.steps_of(0)] == [1] * 9
     together = written(FACING, fused=True)
     assert [len(step) for step in together.steps_of(0)] == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert str(together).startswith("written: p=2, m=2, fused\n")
     with pytest.raises(ValueError, match="fused must be True or False, not 1"):
         written(FACING, fused=1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
@@ -22,6 +23,8 @@ from pipeschool.runtime.errors import PeerLost
 from pipeschool.runtime.wire import torch_wire
 from pipeschool.runtime.wire.rendezvous_wire import RendezvousWire
 from test_run import batch, linear_stages, sgd
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 FAMILIES = [
     ("naive", 4, 4, None),
@@ -104,6 +107,40 @@ def test_large_tensors_and_a_shared_parameter():
         for matching in ("rendezvous", "in_order")
     ]
     assert_same(*results)
+
+
+def test_two_processes_per_worker():
+    stages = [nn.Sequential(OrderedDict(up=nn.Linear(8, 8), down=nn.Linear(8, 8))) for _ in "ab"]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    x, y = (t.float() for t in batch(8, width=8))
+    results = [
+        ps.run(
+            ps.one_f_one_b(2, 4), stages, [(x, y)], optimizer=sgd, matching=matching,
+            tensor_parallel=2, tensor_plan=plan,
+        )
+        for matching in ("rendezvous", "in_order")
+    ]  # fmt: skip
+    assert_same(*results)
+
+
+def test_slow_links_paces_and_counted_bytes_go_with_it():
+    stages, data = linear_stages(4), [batch(8)]
+    result = ps.run(
+        ps.zb_v(2, 4), stages, data, matching="rendezvous", pace=(0.001, 0.002), latency=0.001,
+        memory=True, nan_check=True,
+    )  # fmt: skip
+    assert reference.max_error(result.gradients, reference.gradients(stages, data, 4)) == 0.0
+
+
+def test_training_goes_on_from_leg_to_leg():
+    losses = [
+        ps.train(
+            "zb_v", linear_stages(4), [batch(8), batch(8, seed=1)], m=4, v=2, epochs=2, every=1,
+            optimizer=sgd, log=None, matching=matching,
+        ).losses
+        for matching in ("rendezvous", "in_order")
+    ]  # fmt: skip
+    assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
 @pytest.mark.exhaustive

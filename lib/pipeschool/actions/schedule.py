@@ -225,6 +225,7 @@ Action(kind='U', stage=1, microbatch=0))
     def __str__(self) -> str:
         title = f"{self.name}: p={self.p}, m={self.m}"
         title += f", batches={self.batches}" if self.batches > 1 else ""
+        title += ", fused" if self.fused else ""
         cells = [[str(action) for action in row] for row in self.workers]
         width = max((len(cell) for row in cells for cell in row), default=1)
         lines = [
