@@ -212,8 +212,15 @@ def assert_right_where_sends_wait(schedule: Schedule) -> None:
 
 
 def test_every_family_is_right_where_sends_wait() -> None:
+    seen = set()
     for schedule in families(4, range(1, 7, 2)):
         assert_right_where_sends_wait(schedule)
+        seen.add(schedule.name)
+    assert seen >= {*ps.SCHEDULES, "round_robin", "one_f_one_b x 2"} - {
+        "chimera"
+    }  # m is even there
+    for m in (4, 8):  # chimera wants an even number
+        assert_right_where_sends_wait(ps.chimera(4, m))
 
 
 @pytest.mark.exhaustive
@@ -303,6 +310,19 @@ def test_a_send_takes_its_worker_until_the_receiver_has_it() -> None:
     assert found["1B1"] == (18, 20) and found["1SEND_B1"] == (20, 21)
     assert found["0RECV_B1"] == (20, 21) and found["0B1"] == (21, 23)
     assert trace.makespan == 23
+
+
+def test_a_receive_posted_early_holds_up_what_comes_after_it() -> None:
+    # Worker 0 takes 10 seconds to a forward. Worker 1 could do 1B0 meanwhile, at 11.
+    late = "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1U0"
+    early = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1U0"
+    cost, starts = Cost(forward=[10, 1], backward=1), []
+    for row in (late, early):
+        schedule = written([FACING[0], row])
+        trace = ps.simulate(schedule, cost, matching="rendezvous")
+        starts.append({str(span.action): span.start for span in trace.spans}["1B0"])
+        assert ps.simulate(schedule, cost) == ps.simulate(compute_only(schedule), cost)
+    assert starts == [11, 20]
 
 
 def test_messages_of_a_group_go_at_the_same_time_and_end_together() -> None:

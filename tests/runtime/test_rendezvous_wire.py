@@ -16,6 +16,7 @@ import pytest
 import torch
 from faulty import Faulty, killed
 from oracles import random_schedule, scatter_messages
+from own_engine import MyEngine
 from pipeschool.dependencies import sender_of
 from pipeschool.runtime import launch, reference
 from pipeschool.runtime.clock import Clock
@@ -121,6 +122,12 @@ def test_two_processes_per_worker():
         for matching in ("rendezvous", "in_order")
     ]  # fmt: skip
     assert_same(*results)
+
+
+def test_an_engine_of_the_caller():
+    stages, data = linear_stages(4), [batch(8)]
+    result = ps.run(ps.interleaved_1f1b(2, 4), stages, data, engine=MyEngine, matching="rendezvous")
+    assert reference.max_error(result.gradients, reference.gradients(stages, data, 4)) == 0.0
 
 
 def test_slow_links_paces_and_counted_bytes_go_with_it():
@@ -329,6 +336,24 @@ def test_a_send_is_done_when_its_receiver_is_there_and_a_group_when_all_are():
 
 
 # --- torch.distributed with NCCL -----------------------------------------------------------------
+
+
+def test_with_nccl_what_has_no_messages_gets_those_that_are_right_where_sends_wait(monkeypatch):
+    taken = []
+
+    def take(job, *rest):
+        taken.append(job(0, "").schedule)
+        raise InterruptedError
+
+    monkeypatch.setattr(launch, "choose_device", lambda device, n: ("nccl", ["cuda:0"] * n))
+    monkeypatch.setattr(launch, "on_this_machine", take)
+    for schedule in (ps.zb_v(2, 4), ps.lower(ps.zb_v(2, 4))):
+        with pytest.raises(InterruptedError):
+            ps.run(schedule, linear_stages(4), [batch(8)])
+    assert taken == [ps.lower(ps.zb_v(2, 4), fuse=True), ps.lower(ps.zb_v(2, 4))]
+    sentence = "matching='rendezvous' does not go with NCCL, which does so by itself: leave it out"
+    with pytest.raises(ValueError, match=sentence):
+        ps.run(ps.zb_v(2, 4), linear_stages(4), [batch(8)], matching="rendezvous")
 
 
 class Group:
