@@ -1,7 +1,8 @@
 """Independent answers to compare the library with. Of pipeschool they use `actions` alone.
 
-Three of them: random legal schedules, the start and end of every action as longest paths in a
-graph, and an abstract machine that runs lowered rows in every order the workers could take.
+Random legal schedules; the start and end of every action as longest paths in a graph; an abstract
+machine that runs lowered rows in every order the workers could take; and for sends that wait, a
+search through all states and another graph.
 """
 
 from __future__ import annotations
@@ -426,3 +427,173 @@ class Machine:
             gradients = [tensors.pop(name) for name in ready]
             tensors["weights", stage] = update(k, tensors["weights", stage], gradients)
         return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Sends that wait for their receivers
+
+WRONG_TENSOR = "wrong tensor"
+
+
+def steps_of(row: Row, fused: bool) -> list[list[Action]]:
+    """The row in steps: each action alone, or messages next to each other together."""
+    steps: list[list[Action]] = []
+    for action in row:
+        joins = fused and action.is_message and steps and steps[-1][0].is_message
+        if joins:
+            steps[-1].append(action)
+        else:
+            steps.append([action])
+    return steps
+
+
+def other_end(message: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    kind, stage, k = message
+    up = kind in ("SEND_F", "RECV_B")  # whose other end is a stage further
+    way = "RECV" if kind.startswith("SEND") else "SEND"
+    return Action(f"{way}_{kind[-1]}", stage + (1 if up else -1), k)
+
+
+class Meetings:
+    """Lowered rows in which nothing passes but between two who are both there.
+
+    A state says, for each worker, its step and which messages of it are done. `moves` are all that
+    could happen next: one action of one worker, a message between two, an update of all who share
+    it. On a link the first message that is not done yet is next, at either end.
+    """
+
+    def __init__(self, schedule: Schedule):
+        self.steps = [steps_of(row, schedule.fused) for row in schedule.workers]
+        self.workers_of: dict[int, tuple[int, ...]] = dict(enumerate(schedule.replicas))
+        if not self.workers_of:
+            self.workers_of = {s: (w,) for s, w in owner_of(schedule.workers).items()}
+
+    def peer(self, message: Action) -> int:
+        """The worker at the other end."""
+        workers = self.workers_of[other_end(message).stage]
+        return workers[message.microbatch % len(workers)]
+
+    def start(self) -> tuple[tuple[int, frozenset[Action]], ...]:
+        """Nobody has done anything."""
+        return ((0, frozenset()),) * len(self.steps)
+
+    def next_on_link(self, state, worker: int, peer: int, way: str) -> Action | None:
+        """The first message of `worker` to or from `peer` that it has come to and not done."""
+        place, done = state[worker]
+        for message in self.steps[worker][place] if place < len(self.steps[worker]) else []:
+            if message.kind.startswith(way) and message not in done and self.peer(message) == peer:
+                return message
+        return None
+
+    def after(self, state, worker: int, action: Action):
+        """The state once `worker` has done `action`."""
+        place, done = state[worker]
+        done = done | {action}
+        step = self.steps[worker][place]
+        new = (place + 1, frozenset()) if done == set(step) else (place, done)
+        return (*state[:worker], new, *state[worker + 1 :])
+
+    def moves(self, state) -> list:
+        """The states after each; WRONG_TENSOR where two do not match."""
+        found: list = []
+        for worker, (place, _) in enumerate(state):
+            if place == len(self.steps[worker]):
+                continue
+            action = self.steps[worker][place][0]
+            if action.is_message:
+                for peer in range(len(state)):
+                    send = self.next_on_link(state, worker, peer, "SEND")
+                    receive = self.next_on_link(state, peer, worker, "RECV")
+                    if send and receive:
+                        after = self.after(self.after(state, worker, send), peer, receive)
+                        found.append(after if other_end(send) == receive else WRONG_TENSOR)
+                continue
+            sharers = self.workers_of[action.stage] if action.kind == "U" else (worker,)
+            here = [w for w in sharers if self.at(state, w) == action]
+            if len(here) == len(sharers):
+                after = state
+                for w in sharers:
+                    after = self.after(after, w, action)
+                found.append(after)
+        return found
+
+    def at(self, state, worker: int) -> Action | None:
+        """The first action of the step of `worker`."""
+        place, _ = state[worker]
+        return self.steps[worker][place][0] if place < len(self.steps[worker]) else None
+
+    def outcomes(self) -> set[str]:
+        """All ways in which it can end: ``through``, DEADLOCK or WRONG_TENSOR."""
+        todo = [self.start()]
+        seen = set(todo)
+        found = set()
+        while todo:
+            state = todo.pop()
+            moves = self.moves(state)
+            if not moves:
+                through = all(at == len(s) for (at, _), s in zip(state, self.steps, strict=True))
+                found.add("through" if through else DEADLOCK)
+            for after in moves:
+                if after == WRONG_TENSOR:
+                    found.add(WRONG_TENSOR)
+                elif after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return found
+
+
+def paths_through_meetings(
+    schedule: Schedule, rates: Rates
+) -> dict[tuple[int, Action], tuple[float, float]]:
+    """(start, end) of every action of every worker where sends wait: longest paths in a graph.
+
+    The nodes are the ends of steps, updates and messages; the edges what must be over first. A
+    message waits for both its workers to come to their steps, and for the one before it on its
+    link. CycleError where somebody would wait for ever.
+    """
+    rules = Meetings(schedule)
+    seconds: dict[Hashable, float] = {}
+    before: dict[Hashable, dict[Hashable, float]] = {}  # node -> earlier node -> extra seconds
+    came: dict[tuple[int, Action], Hashable] = {}  # the node at which a worker comes to an action
+    for worker, steps in enumerate(rules.steps):
+        tail: Hashable = ("start", worker)
+        seconds[tail], before[tail] = 0.0, {}
+        link_tail: dict[int, Hashable] = {}
+        for number, step in enumerate(steps):
+            end = ("end", worker, number)
+            seconds[end], before[end] = 0.0, {}
+            for action in step:
+                came[worker, action] = tail
+                kind, stage, _ = action
+                send = other_end(action) if kind.startswith("RECV") else action
+                shared = action.is_message or kind == "U"
+                node = ("done", send if shared else (worker, action))
+                links = {tail: 0.0}
+                if action.is_message:
+                    boundary = send.stage - (send.kind == "SEND_B")
+                    seconds[node] = rates.message_seconds[boundary]
+                    if send == action:
+                        peer = rules.peer(send)
+                        if peer in link_tail:
+                            links[link_tail[peer]] = 0.0
+                        link_tail[peer] = node
+                else:
+                    seconds[node] = rates.seconds[kind][stage] / rates.speed[worker]
+                before[node] = before.get(node, {}) | links
+                before[end][node] = rates.latency if action.is_message else 0.0
+            tail = end
+    start: dict[Hashable, float] = {}
+    over: dict[Hashable, float] = {}
+    for node in TopologicalSorter(before).static_order():
+        start[node] = max((over[o] + extra for o, extra in before[node].items()), default=0.0)
+        over[node] = start[node] + seconds[node]
+    found = {}
+    for (worker, action), came_at in came.items():
+        send = other_end(action) if action.kind.startswith("RECV") else action
+        if action.is_message:
+            found[worker, action] = (over[came_at], over["done", send] + rates.latency)
+        else:
+            node = ("done", action if action.kind == "U" else (worker, action))
+            found[worker, action] = (start[node], over[node])
+    return found

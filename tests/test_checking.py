@@ -368,7 +368,7 @@ def test_a_cap_that_is_no_number_is_refused(cap: object, several: bool) -> None:
 
 
 def test_unknown_matching_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="matching must be one of in_order, tag, not 'rank'"):
+    with pytest.raises(ValueError, match="one of in_order, tag, rendezvous, not 'rank'"):
         ps.check(ps.gpipe(2, 2), matching="rank")
 
 

@@ -2,7 +2,8 @@
 
 The judge is the abstract machine of `oracles`: it runs the rows in every order the workers could
 take, and a mutated schedule is harmless only if every run ends with the weights that one process
-computes. `check` has to come to the same verdict, with tags and without.
+computes. `check` has to come to the same verdict, with tags and without. Where sends wait for their
+receivers, `Meetings` have to come to an end, too, whoever moves first.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import pipeschool as ps
 import pytest
-from oracles import Machine, names_it_all, scatter_messages, weights_in_one_process
+from oracles import Machine, Meetings, names_it_all, scatter_messages, weights_in_one_process
 from pipeschool import Action, B, F, I, Schedule, W
+from pipeschool.lowering import compute_only
 
 MATCHINGS = ("tag", "in_order")
 
@@ -189,6 +191,23 @@ def test_a_swap_of_message_and_compute_is_refused_exactly_where_it_does_harm(
     versions = schedule.synchronous
     for mutated in swaps(schedule, with_compute=True):
         right, error = harmless(mutated, matching, versions), refusal(mutated, matching)
+        assert right == (error is None), f"harmless: {right}, check: {error}\n{mutated}"
+
+
+@every_case
+@pytest.mark.parametrize("fused", [False, True], ids=["one by one", "fused"])
+@pytest.mark.parametrize("by_time", [False, True], ids=["as it is", "by time"])
+def test_where_sends_wait_a_swap_is_refused_exactly_where_it_does_harm(
+    schedule: Schedule, fused: bool, by_time: bool
+) -> None:
+    lowered = ps.lower(compute_only(schedule), fuse=True) if by_time else schedule
+    swapped = swaps(lowered, with_compute=False), swaps(lowered, with_compute=True)
+    for mutated in (lowered, *chain(*swapped)):
+        mutated = replace(mutated, fused=fused)
+        versions = schedule.synchronous  # as above
+        right = Meetings(mutated).outcomes() == {"through"}
+        right = right and harmless(mutated, "in_order", versions)
+        error = refusal(mutated, "rendezvous")
         assert right == (error is None), f"harmless: {right}, check: {error}\n{mutated}"
 
 

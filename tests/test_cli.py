@@ -122,6 +122,24 @@ def test_show_writes_files_that_check_and_pytorch_read(capfd: Capture, tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    ("schedule", "status"),
+    [(ps.one_f_one_b(2, 4), 0), (ps.lower(ps.gpipe(2, 4)), 0), (ps.lower(ps.one_f_one_b(2, 4)), 1)],
+    ids=["compute only", "right as it is", "facing sends"],
+)
+def test_check_can_let_sends_wait(
+    capfd: Capture, tmp_path: Path, schedule: ps.Schedule, status: int
+) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text(to_csv(schedule))
+    assert run(capfd, f"check {file}")[0] == 0
+    found, _, err = run(capfd, f"check {file} --matching rendezvous")
+    assert found == status
+    if status:
+        assert "deadlock: worker 0 waits at 0SEND_F1" in err
+        assert "for worker 1 to receive it" in err
+
+
 def test_schedules_has_a_line_for_each(capfd: Capture) -> None:
     _, out, _ = run(capfd, "schedules")
     assert [line.split()[0] for line in out.splitlines()] == list(ps.SCHEDULES)

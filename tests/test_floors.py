@@ -29,8 +29,8 @@ FLOORS = {
     "trace": 2,
     "lateness": 3,
     "schedules": 3,
-    "lowering": 3,
-    "checking": 4,
+    "checking": 3,
+    "lowering": 4,
     "problem": 4,
     "simulator": 5,
     "greedy_schedule": 5,
@@ -73,7 +73,7 @@ RUNTIME_FLOORS = {
 }
 FLOORS_WITHIN: dict[str, dict[str, int]] = {
     "pipeschool.actions": {"action": 0, "form": 1, "schedule": 2},
-    "pipeschool.checking": {"together": 0, "rows": 1},
+    "pipeschool.checking": {"together": 0, "rendezvous": 1, "rows": 1},
     "pipeschool.partition": {
         "cuts": 0,
         "profile": 0,
@@ -195,25 +195,25 @@ def test_every_floor_has_its_module(within: str) -> None:
     ("module", "source", "says"),
     [
         (
-            "lowering",
-            "from pipeschool.checking import check",
-            "lowering (floor 3) imports checking (floor 4)",
+            "checking",
+            "from pipeschool.lowering import lower",
+            "checking (floor 3) imports lowering (floor 4)",
         ),
         (
-            "lowering",
+            "checking",
             "import pipeschool.schedules",
-            "lowering (floor 3) imports schedules (floor 3)",
+            "checking (floor 3) imports schedules (floor 3)",
         ),
         (
-            "lowering",
-            "def f():\n    from pipeschool import checking",
-            "lowering (floor 3) imports checking",
+            "checking",
+            "def f():\n    from pipeschool import lowering",
+            "checking (floor 3) imports lowering",
         ),
-        ("lowering", "from . import checking", "lowering (floor 3) imports checking (floor 4)"),
+        ("checking", "from . import lowering", "checking (floor 3) imports lowering (floor 4)"),
         (
-            "lowering",
-            "from .checking import check",
-            "lowering (floor 3) imports checking (floor 4)",
+            "checking",
+            "from .lowering import lower",
+            "checking (floor 3) imports lowering (floor 4)",
         ),
         ("grade", "import pipeschool as ps", "grade imports pipeschool, and so all floors"),
         (
@@ -230,7 +230,7 @@ def test_a_wrong_import_is_seen(module: str, source: str, says: str) -> None:
 
 def test_imports_of_floors_below_and_of_siblings_pass() -> None:
     assert not faults("cli", "import pipeschool as ps\nfrom pipeschool import draw")
-    assert not faults("checking", "from pipeschool.lowering import lower\nimport math, torch")
+    assert not faults("lowering", "from pipeschool.checking import check\nimport math, torch")
     assert not faults(
         "runtime",
         "from pipeschool.runtime.pool import Pool\nfrom .pool import Pool",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pipeschool as ps
+from pipeschool.checking import MATCHING
 from pipeschool.formats import from_csv, to_csv
 from pipeschool.lowering import lower
 from pipeschool.runtime import RunError
@@ -95,8 +96,11 @@ def _show(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     text = Path(args.file).read_text(encoding="utf-8-sig")
     schedule = from_csv(text, args.p, args.m, name=args.file)
-    ps.check(lower(ps.check(schedule)))
-    kind = "with its messages" if schedule.lowered else "compute only"
+    if schedule.lowered:
+        kind, messages = "with its messages", schedule
+    else:
+        kind, messages = "compute only", lower(ps.check(schedule), args.matching == "rendezvous")
+    ps.check(messages, matching=args.matching)
     print(f"{args.file} is legal and free of deadlock: p={schedule.p}, m={schedule.m}, {kind}")
 
 
@@ -414,6 +418,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", metavar="FILE.csv")
     check.add_argument("-p", type=_positive, help="stages it must have")
     check.add_argument("-m", type=_positive, help="microbatches it must have")
+    check.add_argument(
+        "--matching",
+        choices=MATCHING,
+        default="in_order",
+        help="how receives find their sends (default: in_order); with rendezvous a send waits for "
+        "its receiver, as NCCL's do, and messages that the file does not have are fused",
+    )
     return parser
 
 

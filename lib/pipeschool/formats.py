@@ -27,12 +27,17 @@ def to_csv(schedule: Schedule) -> str:
 
     A pair out of `schedule.overlapped` shares a cell where nothing stands between the two.
     Raises ValueError for what the file could not say: a flush between batches, several workers
-    that take turns at a stage.
+    that take turns at a stage, messages that are fused.
     """
     if schedule.replicas:
         raise ValueError(
             f"PyTorch's schedule file knows one worker per stage, but in {schedule.name} several "
             "take turns"
+        )
+    if schedule.fused:
+        raise ValueError(
+            "PyTorch's schedule file cannot say which messages are fused: write lower(schedule), "
+            "without fuse"
         )
     if schedule.synchronous and schedule.batches > 1:
         raise ValueError(

@@ -21,21 +21,27 @@ def simulate(
     cost: Cost | None = None,
     weights: str | type[Policy] | None = None,
     release: Sequence[float] = (),
+    matching: str = "in_order",
 ) -> Trace:
     """When does every action start and end? Default cost: forward 1, backward 2, free messages.
 
     weights: weight-version policy of an asynchronous schedule; its own where not given.
     release: for each microbatch the time before which it is not there, such as a request that has
         yet to arrive; 0 where not given.
+    matching: as for `check`. With ``rendezvous`` a send takes its worker's time, too: from when the
+        worker comes to it until its receiver is there, and the time of the message; so does the
+        receive. A group of fused messages begins together and ends with the last of them. The
+        trace has the messages then.
 
     An action starts as soon as its worker is free and what it needs has arrived. Raises
     `IllegalSchedule` where `check` does. The sends and receives of a lowered schedule are
-    checked, and then left to the cost model.
+    checked, and then left to the cost model, except at a rendezvous.
     """
     cost = cost or Cost()
     schedule = with_weights(schedule, weights)
-    order = checked_order(schedule)
-    steps = _steps(schedule, cost)
+    order = checked_order(schedule, matching)
+    meeting = Meeting(schedule, cost) if matching == "rendezvous" else None
+    steps = _steps(schedule, cost, travel=not meeting)
     free = [0.0] * schedule.p  # per worker
     # (F or B, stage, microbatch) -> when its input is there; (U, stage, number) -> when all workers
     # that take turns at the stage have come to this update.
@@ -45,8 +51,10 @@ def simulate(
     for worker, action in order:
         kind, stage, microbatch = action
         step = steps[worker].get((kind, stage))
-        if step is None:
-            continue  # a message of a lowered schedule
+        if step is None:  # a message of a lowered schedule
+            if meeting:
+                meeting.have(worker, action, free)
+            continue
         seconds, needs, handed, transfer, size, record = step
         start = free[worker]
         key = (needs, stage, microbatch)
@@ -70,6 +78,7 @@ def simulate(
         schedule.m,
         schedule.v,
         tuple(map(Span._make, spans)),
+        messages=tuple(meeting.spans) if meeting else (),
         stage_bytes=cost.stage_bytes(schedule),
     )
 
@@ -92,9 +101,44 @@ class Step(NamedTuple):
     record: Callable[[Action], tuple[int, int]]  # of the stage's ledger of weight versions
 
 
-def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
+class Meeting:
+    """Messages for which both workers wait: how long, and until when."""
+
+    def __init__(self, schedule: Schedule, cost: Cost):
+        self.transfer, self.latency = cost.transfer(schedule), cost.latency
+        self.sizes = cost.message_sizes(schedule)
+        self.first = [  # of each message the first one of its group
+            {a: step[0] for step in schedule.steps_of(w) for a in step} for w in range(schedule.p)
+        ]
+        self.begun: list[tuple[Action | None, float]] = [(None, 0.0)] * schedule.p
+        self.wires: defaultdict[Channel, Wire] = defaultdict(Wire)
+        self.sent: tuple[int, Action, float] | None = None  # the send whose receive comes next
+        self.spans: list[Span] = []
+
+    def have(self, worker: int, message: Action, free: list[float]) -> None:
+        """A send, or the receive that follows it. `free`: when each worker is, with what has passed
+        of a group."""
+        first, began = self.begun[worker]
+        if first != self.first[worker][message]:
+            began = free[worker]
+            self.begun[worker] = self.first[worker][message], began
+        if self.sent is None:
+            self.sent = worker, message, began
+            return
+        source, send, ready = self.sent
+        self.sent = None
+        boundary = send.stage if send.kind == "SEND_F" else message.stage
+        wire = self.wires[Channel(source, worker)]
+        wire.free = max(ready, began, wire.free) + self.transfer[boundary]
+        end = wire.free + self.latency
+        for w, action, start in ((source, send, ready), (worker, message, began)):
+            free[w] = max(free[w], end)
+            self.spans.append(Span(w, action, start, end, bytes=self.sizes[boundary]))
+
+
+def _steps(schedule: Schedule, cost: Cost, travel: bool) -> list[dict[tuple[str, int], Step]]:
     """For each worker the step of each (kind, stage), so that the simulator looks up one thing per
-    action."""
+    action. travel: messages do, while their workers go on."""
     transfer, sizes = cost.transfer(schedule), cost.message_sizes(schedule)
     wires: defaultdict[Channel, Wire] = defaultdict(Wire)
     handed = {
@@ -110,7 +154,7 @@ def _steps(schedule: Schedule, cost: Cost) -> list[dict[tuple[str, int], Step]]:
         return Step(
             seconds[kind][stage],
             LETTERS.get(kind, kind),
-            found or nothing,
+            (travel and found) or nothing,
             transfer[boundary] if found else 0.0,
             sizes[boundary] if found else 0.0,
             ledger.record,

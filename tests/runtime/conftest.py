@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # `oracles`, which the folder above has, too
 
 
 def worker_processes() -> list[psutil.Process]:

@@ -168,22 +168,26 @@ def over_sockets(links: dict) -> Callable[[int], Wire]:
     return lambda worker: LocalWire(worker, SCHEDULE, Clock(CPU), CPU, links[worker], worker)
 
 
-def over_torch(file: str) -> Callable[[int], Wire]:
-    """How each of two processes makes its wire over gloo."""
+def over_torch(file: str, connected: bool) -> Callable[[int], Wire]:
+    """How each of two processes makes its wire over gloo; connected: as with NCCL."""
 
     def make(worker: int) -> Wire:
         dist.init_process_group("gloo", init_method=file, rank=worker, world_size=2)
-        return TorchWire(worker, SCHEDULE, Clock(CPU), CPU, "gloo", Groups())
+        wire = TorchWire(worker, SCHEDULE, Clock(CPU), CPU, "gloo", Groups())
+        if connected:
+            wire.connect()
+        return wire
 
     return make
 
 
-@pytest.mark.parametrize("carrier", ["local", "gloo"])
+@pytest.mark.parametrize("carrier", ["local", "gloo", "gloo, connected"])
 def test_two_processes_exchange_messages_of_all_sizes(carrier: str, tmp_path) -> None:
     context = multiprocessing.get_context("fork")
     ends = {(0, 1): socket.socketpair(), (1, 0): socket.socketpair()}
     links = [{link: two[w != link[0]] for link, two in ends.items()} for w in (0, 1)]
-    make = over_sockets(links) if carrier == "local" else over_torch((tmp_path / "f").as_uri())
+    file, connected = (tmp_path / "f").as_uri(), "connected" in carrier
+    make = over_sockets(links) if carrier == "local" else over_torch(file, connected)
     answer = context.SimpleQueue()
     workers = [context.Process(target=talk, args=(w, make, answer)) for w in (0, 1)]
     for worker in workers:

@@ -5,8 +5,8 @@ Whether actions of the right form can be done, in this order, is for `check` to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -38,17 +38,21 @@ def row_from_order(
     return list(row)
 
 
-def as_rows(workers: object, label: str, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """`workers` as one row of actions per worker; ValueError where it holds something else."""
+def as_rows(
+    workers: object, label: str, microbatches: int, fused: bool
+) -> tuple[tuple[Action, ...], ...]:
+    """`workers` as one row of actions per worker, the sends first in each of its groups where they
+    are fused; ValueError where it holds something else."""
     if isinstance(workers, (str, Action)) or not isinstance(workers, Sequence):
         raise ValueError(
             f"workers must be a list with one row of actions per worker, such as [[ps.F(0, 0), "
             f"ps.B(0, 0)]], not {shown(workers)}"
         )
-    return tuple(
+    rows = (
         as_row(row, label, worker, microbatches, "has", "a row must be")
         for worker, row in enumerate(workers)
     )
+    return tuple(tuple(chain(*groups(row))) if fused else row for row in rows)
 
 
 def as_row(
@@ -89,6 +93,16 @@ def as_row(
                     worker,
                 )
     return row
+
+
+def groups(row: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+    """The row cut into what is fused: sends and receives that stand next to each other together,
+    sends first; everything else by itself."""
+    for messages, run in groupby(row, key=lambda action: action.is_message):
+        if messages:
+            yield tuple(sorted(run, key=lambda action: action.kind.startswith("RECV")))
+        else:
+            yield from ((action,) for action in run)
 
 
 def well_formed(row: Sequence[object]) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeschool.actions.action import Action, U
-from pipeschool.actions.form import as_pairs, as_replicas, as_rows, row_from_order, shown
+from pipeschool.actions.form import as_pairs, as_replicas, as_rows, groups, row_from_order, shown
 from pipeschool.arguments import whole_number
 
 
@@ -30,6 +30,10 @@ class Schedule:
         the gradients of all.
     chunks: stages into which a worker's share of one model is cut; where it is not given, as many
         as there are stages per worker.
+    fused: sends and receives that stand next to each other in a row are one group. They begin
+        together, and the worker goes on when all of them are done, in whatever order that comes, as
+        between NCCL's ncclGroupStart and ncclGroupEnd. So their order means nothing, and a row has
+        the sends first.
 
     What has another form than this raises ValueError, or `IllegalSchedule` where it is in a row.
     Whether the schedule can be done is for `check` to say.
@@ -45,6 +49,7 @@ class Schedule:
     replicas: tuple[tuple[int, ...], ...] = ()
     chunks: int = 0
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
+    fused: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -55,8 +60,10 @@ class Schedule:
             ("chunks", 0),
         ):
             whole_number(name, getattr(self, name), least)
+        if not isinstance(self.fused, bool):
+            raise ValueError(f"fused must be True or False, not {shown(self.fused)}")
         formed = {
-            "workers": as_rows(self.workers, self.name, self.microbatches),
+            "workers": as_rows(self.workers, self.name, self.microbatches, self.fused),
             "updates_every": self.updates_every or self.m,
             "replicas": as_replicas(self.replicas),
             "overlapped": as_pairs(self.overlapped),
@@ -126,6 +133,12 @@ class Schedule:
         """The worker that does `microbatch` on `stage`."""
         workers = self.owners[stage]
         return workers[microbatch % len(workers)]
+
+    def steps_of(self, worker: int) -> Iterator[tuple[Action, ...]]:
+        """What `worker` begins together, in order: each action by itself, or a group of messages
+        where they are `fused`."""
+        row = self.workers[worker]
+        return groups(row) if self.fused else ((action,) for action in row)
 
     def microbatches_of(self, stage: int, worker: int) -> range:
         """The microbatches that `worker` does on `stage`, which it holds."""
@@ -212,6 +225,7 @@ Action(kind='U', stage=1, microbatch=0))
     def __str__(self) -> str:
         title = f"{self.name}: p={self.p}, m={self.m}"
         title += f", batches={self.batches}" if self.batches > 1 else ""
+        title += ", fused" if self.fused else ""
         cells = [[str(action) for action in row] for row in self.workers]
         width = max((len(cell) for row in cells for cell in row), default=1)
         lines = [

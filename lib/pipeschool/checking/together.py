@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeschool.actions import Action, IllegalSchedule, Schedule
 from pipeschool.dependencies import KindAndStage, as_listed, needs_table
@@ -53,7 +53,9 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                     position[worker] = index
                     break
                 if in_order and (next_one := queues[source, worker].popleft()) != tensor:
-                    raise _wrong_tensor(schedule, worker, action, tensor, next_one)
+                    source = _source(schedule, tensor)
+                    wanted, sent = _giver(schedule, tensor), _giver(schedule, next_one)
+                    raise wrong_tensor(source, worker, action, wanted, sent)
             if give:
                 letter, target = give
                 tensor = (letter, stage, microbatch)
@@ -63,12 +65,14 @@ def execution_order(schedule: Schedule, matching: str = "in_order") -> Iterator[
                 if tensor in waiting:
                     runnable.append(waiting.pop(tensor))
             yield worker, action
-    needs = {w: (_giver(schedule, t), _source(schedule, t)) for t, w in waiting.items()}
+    waits = {
+        w: (f"for {_giver(schedule, t)} from worker {_source(schedule, t)}", _source(schedule, t))
+        for t, w in waiting.items()
+    }
     for update, present in meetings.items():
-        absent = [w for w in schedule.owners[update.stage] if w not in present]
-        needs |= {w: (update, absent[0]) for w in present if absent}
-    if needs:
-        raise _deadlock(schedule, position, needs)
+        waits |= waits_at_update(schedule, update, present)
+    if waits:
+        raise deadlock({w: rows[w][position[w]] for w in waits}, waits)
 
 
 Take = tuple[str, int, int]  # kind and stage of the giver, and its worker
@@ -111,33 +115,47 @@ def _giver(schedule: Schedule, tensor: Tensor) -> Action:
     return as_listed(Action(*tensor), schedule)
 
 
-def _wrong_tensor(
-    schedule: Schedule, worker: int, action: Action, tensor: Tensor, next_one: Tensor
+def waits_at_update(
+    schedule: Schedule, update: Action, present: Sequence[int]
+) -> dict[int, tuple[str, int]]:
+    """For what those `present` at an update wait, in words, and for which worker; empty where all
+    workers of the stage have come."""
+    absent = [w for w in schedule.owners[update.stage] if w not in present]
+    return {w: (f"for {update} from worker {absent[0]}", absent[0]) for w in present if absent}
+
+
+def wrong_tensor(
+    source: int, worker: int, receive: Action, due: Action, sent: Action
 ) -> IllegalSchedule:
-    due, sent = _giver(schedule, tensor), _giver(schedule, next_one)
+    """`worker`, at `receive`, would get `sent` from `source` instead of `due`."""
     return IllegalSchedule(
-        f"worker {worker} would get the wrong tensor at {action.describe()}: the next message from "
-        f"worker {_source(schedule, tensor)} is {sent}, not {due}",
+        f"worker {worker} would get the wrong tensor at {receive.describe()}: the next message "
+        f"from worker {source} is {sent}, not {due}",
         worker,
-        action,
+        receive,
     )
 
 
-def _deadlock(
-    schedule: Schedule, position: list[int], needs: dict[int, tuple[Action, int]]
-) -> IllegalSchedule:
-    """Follow who waits for whom until it closes into a circle, and say it. `needs`: for each worker
-    that waits, the action that it waits for, and whose that is."""
+def deadlock(at: Mapping[int, Action], waits: Mapping[int, tuple[str, int]]) -> IllegalSchedule:
+    """Follow who waits for whom until it closes into a circle, and say it.
+
+    at: where each worker that waits is. waits: for what, in words, and for which worker.
+    """
     seen: list[int] = []
-    worker = min(needs)
-    while worker in needs and worker not in seen:
+    worker = min(waits)
+    while worker in waits and worker not in seen:
         seen.append(worker)
-        worker = needs[worker][1]
+        worker = waits[worker][1]
     circle = seen[seen.index(worker) :] if worker in seen else seen
-    at = {w: schedule.workers[w][position[w]] for w in circle}
-    chain = "; ".join(
-        f"worker {w} waits at {at[w].describe()} for {needs[w][0]} from worker {needs[w][1]}"
-        for w in circle
-    )
     first = min(circle)
-    return IllegalSchedule(f"deadlock: {chain}", first, at[first])
+    start = circle.index(first)
+    circle = circle[start:] + circle[:start]
+    # The message stays short: of a large circle the first few are named.
+    said = [
+        f"worker {w} waits at {at[w].describe() if len(circle) < 3 or w == first else at[w]} "
+        f"{waits[w][0]}"
+        for w in circle[:3]
+    ]
+    if len(circle) > 3:
+        said.append(f"and so on, {len(circle)} workers in a circle")
+    return IllegalSchedule(f"deadlock: {'; '.join(said)}", first, at[first])

@@ -33,6 +33,7 @@ from pipeschool.runtime.host.requirements import (
     choose_device,
     pace_table,
     refuse_with_own_engine,
+    refuse_with_rendezvous,
     refuse_with_tensor_parallel,
 )
 from pipeschool.runtime.host.result import Result, State, load, put_together
@@ -48,6 +49,7 @@ from pipeschool.runtime.weights.stage_weights import on_cpu
 from pipeschool.runtime.weights.ties import refuse_ties, ties_of, updates_last
 from pipeschool.runtime.wire import local_wire
 
+LOCAL = ("local", "rendezvous")  # carriers between processes of one machine
 MakeJob = Callable[[int, str], Job]  # for a process, and how all of them meet
 
 
@@ -74,7 +76,6 @@ def launch(
     if ties or clip_over_model:  # nobody may wait for a gradient that is still to come from him
         schedule = replace(schedule, workers=updates_last(schedule))
     given = schedule
-    schedule = check(lower(given))
     processes = schedule.p * options.tensor_parallel
     if processes > MOST_WORKERS and not under_torchrun():
         raise ValueError(f"a run may have at most {MOST_WORKERS} workers, not {processes}")
@@ -92,6 +93,12 @@ def launch(
     backend, devices = choose_device(options.device, processes)
     engine = engine_of(options)
     own_messages = getattr(engine, "own_messages", False)
+    waits = options.matching == "rendezvous"
+    if waits:
+        refuse_with_rendezvous(backend, own_messages)
+    # What is made here is right even if sends wait; what the caller has made is taken as it is.
+    fuse = not given.lowered and (waits or (backend == "nccl" and not own_messages))
+    schedule = check(lower(given, fuse), matching=options.matching)
     if own_messages:
         refuse(given, stages, inputs, targets, options, backend, devices)
     refuse_with_own_engine(options)
@@ -101,9 +108,9 @@ def launch(
     if options.memory and under_torchrun():
         raise ValueError("memory=True does not go with torchrun here: leave it out")
     local = backend == "gloo" and local_wire.AVAILABLE and not under_torchrun()
-    carrier = "local" if local and not own_messages else backend
+    carrier = ("rendezvous" if waits else "local") if local and not own_messages else backend
     together = ties or schedule.replicas or options.tensor_parallel > 1 or clip_over_model
-    meet = bool(together) or carrier != "local"
+    meet = bool(together) or carrier not in LOCAL
     recompute = recompute_table(options.recompute, schedule)
     paces = pace_table(options.pace, recompute, schedule)
 
@@ -143,9 +150,9 @@ def launch(
         reports = torchrun.take_part(job, schedule, patience, same)
     else:
         modules = options.modules_for(stages)
-        links = links_of(schedule, options.tensor_parallel) if carrier == "local" else set()
+        links = links_of(schedule, options.tensor_parallel) if carrier in LOCAL else set()
         size = options.tensor_parallel
-        reports = on_this_machine(job, schedule, patience, size, links, modules, meet)
+        reports = on_this_machine(job, schedule, patience, size, links, modules, meet, waits)
     result = put_together(schedule, reports, carrier, devices, options.paced, called, weights)
     if options.clip_norm is not None:
         trace = replace(result.trace, updates_meet=clip_over_model)
@@ -166,9 +173,10 @@ def on_this_machine(
     links: Iterable[local_wire.Link],
     modules: Sequence[str],
     meet: bool,
+    sends_wait: bool = False,
 ) -> list[Report]:
     """Start the workers as processes of this machine, and watch over them. meet: they have to find
-    each other in torch.distributed."""
+    each other in torch.distributed. sends_wait: for their receivers."""
     with ExitStack() as stack:
         rendezvous = ""
         if meet:
@@ -182,7 +190,7 @@ def on_this_machine(
                 control.send_bytes(packed)
         except KeyboardInterrupt:
             raise RunStopped("stopped before the workers had begun: all have been ended") from None
-        return Watch(pool, schedule, timeout, tensor_size).results()
+        return Watch(pool, schedule, timeout, tensor_size, sends_wait).results()
 
 
 def engine_of(options: RunOptions) -> type[Any]:

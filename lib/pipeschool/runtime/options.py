@@ -71,6 +71,9 @@ class RunOptions:
     latency, bandwidth: declare slower links, in seconds and in bytes per second: each message is
         held back until a link like that would have brought it, counted from the moment at which it
         was really sent. The trace is ``measured, paced`` then.
+    matching: ``in_order``: no send waits. ``rendezvous``: a send is done only when its receiver is
+        there, as NCCL has it; see `check` and `lower`. Between processes of one machine, to try
+        what would stand still there: that is refused.
     tensor_parallel, tensor_plan: how many processes share the weights of each worker, and how: a
         style of torch.distributed.tensor.parallel for layers by their name in the stage.
 
@@ -96,6 +99,7 @@ class RunOptions:
     memory: bool = False
     latency: float = 0.0
     bandwidth: float = math.inf
+    matching: str = "in_order"
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, ParallelStyle] | None = None
 
@@ -107,6 +111,8 @@ class RunOptions:
                 f"engine must be one of {', '.join(ENGINES)}, not {engine!r}; or an engine class "
                 "of your own, with a method run"
             )
+        if self.matching not in ("in_order", "rendezvous"):
+            raise ValueError(f"matching must be in_order or rendezvous, not {self.matching!r}")
         number("timeout", self.timeout, positive=True)
         for name in ("check_loss", "nan_check", "history", "update_stages", "memory"):
             if not isinstance(getattr(self, name), bool):

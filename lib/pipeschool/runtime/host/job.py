@@ -32,8 +32,8 @@ class Job:
     kind -> declared seconds per stage. restore: stage -> where it was when an earlier run ended.
     generator: the state of this worker's random numbers at that time. ties: parameters that several
     stages share. norm_places: see `Sums`; empty where no norm of all stages is asked for.
-    engine: the class that does the row. carrier: of messages, ``local`` or the name of
-    torch.distributed's backend. rendezvous: the file through which processes find each other in
+    engine: the class that does the row. carrier: of messages, ``local``, ``rendezvous`` or the name
+    of torch.distributed's backend. rendezvous: the file through which processes find each other in
     torch.distributed; empty where they need not.
     """
 

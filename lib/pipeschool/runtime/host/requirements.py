@@ -13,6 +13,7 @@ from pipeschool.cost import Cost
 from pipeschool.runtime.engine import Engine
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.options import Pace, RunOptions
+from pipeschool.runtime.wire import local_wire
 
 MOST_WORKERS = 64  # processes on one machine
 
@@ -63,6 +64,18 @@ def refuse_with_own_engine(options: RunOptions) -> None:
                 "is an engine of its own: leave it out, or base the class on "
                 "pipeschool.runtime.engine.Engine"
             )
+
+
+def refuse_with_rendezvous(backend: str, own_messages: bool) -> None:
+    """ValueError for what carries its messages otherwise than `RendezvousWire` does."""
+    for name, asked in (
+        ("engine='torch'", own_messages),
+        ("torchrun", under_torchrun()),
+        ("NCCL, which does so by itself", backend == "nccl"),
+        ("this system, which has no Unix sockets", not local_wire.AVAILABLE),
+    ):
+        if asked:
+            raise ValueError(f"matching='rendezvous' does not go with {name}: leave it out")
 
 
 def refuse_with_tensor_parallel(options: RunOptions, own_messages: bool) -> None:

@@ -28,11 +28,20 @@ START_LIMIT = 60.0  # seconds until all workers must have begun
 class Watch:
     """Waits for `pool` to do a lowered schedule; `timeout` seconds without progress end it.
 
-    `tensor_size`: processes of each worker. Methods count processes; messages name workers.
+    `tensor_size`: processes of each worker. `sends_wait`: for their receivers.
+    Methods count processes; messages name workers.
     """
 
-    def __init__(self, pool: Pool, schedule: Schedule, timeout: float, tensor_size: int = 1):
+    def __init__(
+        self,
+        pool: Pool,
+        schedule: Schedule,
+        timeout: float,
+        tensor_size: int = 1,
+        sends_wait: bool = False,
+    ):
         self.pool = pool
+        self.sends_wait = sends_wait
         self.schedule = schedule
         self.tensor_size = tensor_size
         self.rows = [row for row in schedule.workers for _ in range(tensor_size)]
@@ -140,7 +149,7 @@ class Watch:
 
     def _stalled(self) -> RunError:
         open_ = [w for w in range(len(self.rows)) if w not in self.reports]
-        worker = suspect({w: self._at(w) for w in open_})
+        worker = suspect({w: self._at(w) for w in open_}, self.sends_wait)
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         message = (
@@ -164,9 +173,9 @@ class Watch:
         return str(self._at(worker) or "its start")
 
     def _waits(self, worker: int, peer: int | None = None) -> bool:
-        """Is `worker` in a receive (from `peer`, where that is given)?"""
+        """Is `worker` in a receive (from `peer`, where that is given), or in a send that waits?"""
         at = self._at(worker)
-        if at is None or at.kind not in ("RECV_F", "RECV_B"):
+        if at is None or not (at.is_message if self.sends_wait else at.kind.startswith("RECV")):
             return False
         return peer is None or peer_of(at, self.schedule) == peer // self.tensor_size
 
@@ -181,13 +190,19 @@ class Watch:
     def _waiting_for(self, worker: int) -> str:
         """Who is held up: `` (worker 2 waits for it at 2RECV_F3)``."""
         at = self._at(worker)
-        held_up = [f"with worker {peer_of(at, self.schedule)}"] if at and at.is_message else []
+        held_up = [self._with(at)] if at and at.is_message else []
         held_up += [
             f"{self._name(w)} waits for it at {self._at(w)}"
             for w in range(len(self.rows))
             if self._waits(w, worker)
         ]
         return f" ({'; '.join(held_up)})" if held_up else ""
+
+    def _with(self, message: Action) -> str:
+        """Who is at the other end, and that it is waited for where that is so."""
+        peer = f"worker {peer_of(message, self.schedule)}"
+        waits = self.sends_wait and message.kind.startswith("SEND")
+        return f"for {peer} to receive it" if waits else f"with {peer}"
 
 
 class Progress:

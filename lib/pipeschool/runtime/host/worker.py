@@ -31,8 +31,11 @@ from pipeschool.runtime.weights.sharding import parallelize
 from pipeschool.runtime.weights.stage_weights import StageWeights, Update, on_cpu
 from pipeschool.runtime.weights.sums import Sums
 from pipeschool.runtime.wire.local_wire import LocalWire
+from pipeschool.runtime.wire.rendezvous_wire import RendezvousWire
 from pipeschool.runtime.wire.torch_wire import TorchWire
 from pipeschool.versions import Ledger, Stash, ledger
+
+LOCAL_WIRES = {"local": LocalWire, "rendezvous": RendezvousWire}  # between processes of one machine
 
 
 def work(
@@ -71,8 +74,10 @@ def work(
     weights = {index: stage.weights for index, stage in stages.items()}
     wire: Any = None  # a `Wire`; an engine with messages of its own has none
     own_messages = getattr(job.engine, "own_messages", False)
-    if job.carrier == "local":
-        wire = LocalWire(worker, schedule, clock, device, links, process, options.tensor_parallel)
+    if job.carrier in LOCAL_WIRES:
+        wire = LOCAL_WIRES[job.carrier](
+            worker, schedule, clock, device, links, process, options.tensor_parallel
+        )
     elif not own_messages:
         ranks = tensor_rank, options.tensor_parallel
         wire = TorchWire(worker, schedule, clock, device, job.backend, groups, *ranks)
@@ -98,6 +103,8 @@ def work(
     pace = Pace(job.pace or {})
     recorder = Recorder(worker, clock, weights, wire, pace.woken_late)
     position = Position(board, process, share.row)
+    if isinstance(wire, RendezvousWire):
+        wire.waits_at = position.before
     share.observers = [position, *([meter] if meter else []), recorder]
     if job.link and wire:
         share.observers.append(

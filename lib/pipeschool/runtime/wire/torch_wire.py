@@ -1,8 +1,10 @@
 """Messages over torch.distributed: between machines, on GPUs with NCCL, where there is no
 `LocalWire`.
 
-Activations and gradients have a process group each: NCCL would hold up a receive behind a send of
-the same pair, and gloo's threads wait for each other on a connection that is used both ways.
+Activations and gradients have a process group each: gloo's threads wait for each other on a
+connection that is used both ways. With NCCL each has two, one for each direction: it does what a
+pair of workers has in a group one after the other, so a receive would be held up behind a send that
+waits. As it is, no send holds up anything, and a worker never waits for one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeschool.actions import Action, Schedule
+from pipeschool.dependencies import message_of, peer_of
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import or_peer_lost
 from pipeschool.runtime.stages.tensors import Tensors
@@ -53,9 +56,33 @@ class TorchWire(Wire):
         super().__init__(worker, schedule, clock, device)
         self.tensor_rank, self.tensor_size = tensor_rank, tensor_size
         self.memory = device if backend == "nccl" else torch.device("cpu")
-        self.groups: dict[str, Any] = {"F": dist.group.WORLD, "B": groups.new()}
+        self.worker = worker
+        self.groups: dict[tuple[str, bool], Any] = {}  # by letter, and whether to a later worker
+        for letter, first in (("F", dist.group.WORLD), ("B", groups.new())):
+            back = groups.new() if backend == "nccl" else first
+            self.groups |= {(letter, True): first, (letter, False): back}
         polled = self.memory.type == "cuda"
         self.outboxes: defaultdict[int, Outbox] = defaultdict(partial(Outbox, polled=polled))
+        if backend == "nccl":
+            self.connect()
+
+    def connect(self) -> None:
+        """One number over each link that the schedule has. At the first message NCCL lets both
+        ends wait for each other; here all processes take the links in the same order, so nobody
+        waits in a circle."""
+        links = {
+            (source, peer_of(send, self.schedule), send.kind): send
+            for source, row in enumerate(self.schedule.workers)
+            for send in row
+            if send.kind.startswith("SEND")
+        }
+        for (source, target, _), send in sorted(links.items()):
+            number = torch.zeros(1, device=self.memory)
+            if source == self.worker:
+                process, group, tag = self._route(send)
+                or_peer_lost(or_peer_lost(group.send, [number], process, tag).wait)
+            elif target == self.worker:
+                self._part(message_of(send), 0, number)
 
     def pack(self, send: Action, tensors: Tensors) -> Packed:
         """The packet, and the tensors that follow it, where the backend can read them."""
@@ -107,4 +134,5 @@ class TorchWire(Wire):
         kind, stage, microbatch = self.due(message)
         number = stage * self.schedule.microbatches + microbatch
         process = self.peers[message] * self.tensor_size + self.tensor_rank
-        return process, self.groups[kind[-1]], number * HEADER
+        onward = (self.peers[message] > self.worker) == message.kind.startswith("SEND")
+        return process, self.groups[kind[-1], onward], number * HEADER

@@ -1,7 +1,8 @@
 """What an engine knows of messages: pack, send, receive. Each carrier is one subclass, in one file.
 
 `LocalWire` carries between processes of one machine, `TorchWire` over torch.distributed: between
-machines, on GPUs with NCCL, and where a system has no Unix sockets.
+machines, on GPUs with NCCL, and where a system has no Unix sockets. `RendezvousWire` is for trying
+what NCCL would do.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Passed(NamedTuple):
 class Wire(ABC):
     """One worker's sends and receives. Tensors live on `device`.
 
-    A send never waits for its receiver. Messages of one link, which is one direction between two
-    workers, arrive in the order in which they were sent. `last` is the message that was sent or
-    received last.
+    A send never waits for its receiver, but on a `RendezvousWire`. Messages of one link, which is
+    one direction between two workers, arrive in the order in which they were sent. `last` is the
+    message that was sent or received last.
     """
 
     def __init__(self, worker: int, schedule: Schedule, clock: Clock, device: torch.device):
