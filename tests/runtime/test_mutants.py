@@ -83,10 +83,10 @@ def updates_one_microbatch_late() -> None:
     """An update steps on the gradients that were due at the one before it, the first on none."""
     update = StageWeights.update
 
-    def mistaken(self: StageWeights, action: Action) -> Version:
+    def mistaken(self: StageWeights, action: Action, norm: Tensor | None) -> Version:
         due = self.__dict__.get("put_off", {})
         self.put_off, self.gradients = self.gradients, due  # type: ignore[attr-defined]
-        return update(self, action)
+        return update(self, action, norm)
 
     StageWeights.update = mistaken  # type: ignore[method-assign]
 
@@ -104,8 +104,8 @@ def has_room_for_one_version_too_few() -> None:
     """A full stash gives the memory of its oldest version, still in use, to the newest."""
     update = StageWeights.update
 
-    def mistaken(self: StageWeights, action: Action) -> Version:
-        version = update(self, action)
+    def mistaken(self: StageWeights, action: Action, norm: Tensor | None) -> Version:
+        version = update(self, action, norm)
         policy = self.ledger.policy
         needed = {
             "stash": policy.stages - policy.stage,

@@ -85,7 +85,8 @@ def test_every_epoch_is_evaluated_on_the_weights_it_ended_with_and_logged():
     )  # fmt: skip
     assert [note["evaluation"] for note in training.epochs] == [1, 2, 3]
     per_epoch = [training.losses[i : i + 8] for i in (0, 8, 16)]
-    assert [note["loss"] for note in training.epochs] == [sum(losses) / 8 for losses in per_epoch]
+    means = [sum(losses) / 8 for losses in per_epoch]
+    assert [note["loss"] for note in training.epochs] == pytest.approx(means)
     for stage, state in zip(seen[-1], training.state_dicts, strict=True):
         assert torch.equal(stage, state["weight"])
     places = ["epoch 0, batch 3", "epoch 0, batch 4", "epoch 0"]
