@@ -21,7 +21,7 @@ from pipeschool.runtime.stages.stage import Stage
 from pipeschool.runtime.stages.tensors import Tensors
 from pipeschool.runtime.weights.stage_weights import StageWeights, Version
 from pipeschool.versions import Ledger, with_weights
-from torch import nn
+from torch import Tensor, nn
 
 # Functions of this file travel as code: importing pytest in every worker would take a while.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -83,7 +83,7 @@ def updates_one_microbatch_late() -> None:
     """An update steps on the gradients that were due at the one before it, the first on none."""
     update = StageWeights.update
 
-    def mistaken(self: StageWeights, action: Action, norm: Tensor | None) -> Version:
+    def mistaken(self: StageWeights, action: Action, norm: Tensor | None = None) -> Version:
         due = self.__dict__.get("put_off", {})
         self.put_off, self.gradients = self.gradients, due  # type: ignore[attr-defined]
         return update(self, action, norm)
@@ -104,7 +104,7 @@ def has_room_for_one_version_too_few() -> None:
     """A full stash gives the memory of its oldest version, still in use, to the newest."""
     update = StageWeights.update
 
-    def mistaken(self: StageWeights, action: Action, norm: Tensor | None) -> Version:
+    def mistaken(self: StageWeights, action: Action, norm: Tensor | None = None) -> Version:
         version = update(self, action, norm)
         policy = self.ledger.policy
         needed = {
