@@ -425,7 +425,7 @@ def _settings(made: Draw, rng: Random) -> None:
         made.reasons += ["engine='torch'", "Flips", "Marks"]
     elif schedule.synchronous and len(made.batches) > 1 and rng.random() < 0.3:
         taking_turns = any(len(workers) > 1 for workers in schedule.owners)
-        if not taking_turns and schedule.name != "chimera":
+        if not taking_turns and schedule.name not in ("chimera", "round_robin"):
             made.legs = rng.choice([1, 2])
     if not any(p.requires_grad for stage in made.stages for p in stage.parameters()):
         made.reasons.append("does not depend on anything that can be trained")
@@ -477,7 +477,10 @@ def _by_microbatches(made: Draw) -> Any:
     weights = [float(weigh(y)) for _, y in stream]
     newest = copy.deepcopy(made.stages)
     history = [copy.deepcopy(newest)]
-    stepping = [_optimizer(options, [p for p in s.parameters() if p.requires_grad]) for s in newest]
+    parts = [nn.ModuleList(newest)] if policy == "flush" else newest
+    stepping = [
+        _optimizer(options, [w for w in part.parameters() if w.requires_grad]) for part in parts
+    ]
     losses = []
     for k, (x, y) in enumerate(stream):
         first = k - k % group
