@@ -413,7 +413,7 @@ def _settings(made: Draw, rng: Random) -> None:
             if rng.random() < 0.3:
                 options["clip_over"] = rng.choice(["model", "stage"])
                 made.reasons.append("clip_over='model' needs an update in which")
-    recompute = rng.random()
+    recompute = 1.0 if schedule.weights == "latest" else rng.random()  # what is torn is not drawn
     if recompute < 0.3:
         options["recompute"] = True
     elif recompute < 0.4:

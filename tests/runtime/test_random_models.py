@@ -70,4 +70,4 @@ def test_a_few_random_models_equal_one_process_or_are_refused(chunk):
 @pytest.mark.parametrize("chunk", range(40))
 def test_random_models_equal_one_process_or_are_refused(chunk):
     found = check(range(50 * chunk, 50 * chunk + 50))
-    assert found["equal"] >= 25
+    assert found["equal"] >= 15

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.actions import B, F, I, W
+from pipeschool.runtime.errors import LIBRARY
 from pipeschool.runtime.stages.loss import checked_loss
 from pipeschool.runtime.stages.random_numbers import go_on_from, put_back, random_numbers
 from pipeschool.runtime.stages.split_backward import SplitBackward
@@ -214,6 +217,9 @@ class Stage:
 
 def explain(error: Exception, inputs: tuple[Tensor, ...]) -> None:
     """Let an error of the learner's own forward say what the input was."""
+    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if source.is_relative_to(LIBRARY):  # a sentence of ours says what there is to say
+        return
     error.add_note(f"the input was {describe(inputs)}")
     if "leaf Variable" in str(error):
         error.add_note("a stage must not change its input in place: leave inplace=True out")
