@@ -36,6 +36,7 @@ from pipeschool.runtime.host.requirements import (
 from pipeschool.runtime.host.result import Result, State, load, put_together
 from pipeschool.runtime.host.serialize import serialize
 from pipeschool.runtime.host.watch import Watch
+from pipeschool.runtime.interrupts import held_back
 from pipeschool.runtime.options import ENGINES, RunOptions
 from pipeschool.runtime.stages.microbatches import cut
 from pipeschool.runtime.torch_engine.limits import refuse
@@ -150,18 +151,19 @@ def on_this_machine(
         rendezvous = ""
         if meet:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
-            rendezvous = (Path(folder) / "rendezvous").as_uri()
+            rendezvous = str(Path(folder) / "rendezvous")
         jobs = [serialize(job(n, rendezvous)) for n in range(schedule.p * tensor_size)]
         try:
             pool = new_pool(len(jobs), links, modules)
             stack.callback(pool.end)
-            for control, packed in zip(pool.controls, jobs, strict=True):
-                control.send_bytes(packed)
+            for line, packed in zip(pool.lines, jobs, strict=True):
+                line.give(packed)
         except KeyboardInterrupt:
             raise RunStopped("stopped before the workers had begun: all have been ended") from None
         return Watch(pool, schedule, timeout, tensor_size).results()
 
 
+@held_back()
 def engine_of(options: RunOptions) -> type[Any]:
     """The class that the workers load: the caller's own, or one of ours by its name."""
     if not isinstance(options.engine, str):

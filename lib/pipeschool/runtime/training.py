@@ -20,6 +20,7 @@ from pipeschool.actions import Schedule
 from pipeschool.arguments import whole_number
 from pipeschool.runtime.errors import one_sentence_errors
 from pipeschool.runtime.host.fork_server import under_torchrun
+from pipeschool.runtime.interrupts import held_back
 from pipeschool.runtime.options import RunOptions, options_of, with_options
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
@@ -86,12 +87,14 @@ def train(
         torchrun, worker 0 alone does so.
     {options}
     """
-    import torch
+    with held_back():
+        import torch
+
+        from pipeschool.runtime.cluster import torchrun
+        from pipeschool.runtime.host.result import load
+        from pipeschool.runtime.launch import launch
 
     chosen = options_of("train", options)
-    from pipeschool.runtime.cluster import torchrun
-    from pipeschool.runtime.host.result import load
-    from pipeschool.runtime.launch import launch
 
     if chosen.tensor_parallel > 1:
         raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")

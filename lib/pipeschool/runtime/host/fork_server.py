@@ -19,12 +19,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from pipeschool.runtime.interrupts import blocked_for_children, held_back
 from pipeschool.runtime.own_modules import own_files
 
 AVAILABLE = "forkserver" in multiprocessing.get_all_start_methods()
 PRELOAD = "PIPESCHOOL_PRELOAD"  # environment variable: what `preload` imports
 if AVAILABLE:
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
 
 def under_torchrun() -> bool:
@@ -51,6 +52,7 @@ class Preloaded:
 preloaded = Preloaded()
 
 
+@held_back()
 def start_fork_server(modules: Iterable[str] = ()) -> Any:
     """The context that makes processes. Its server starts importing now, if it is not there yet,
     and starts again if it has not imported `modules` as they are now.
@@ -69,7 +71,10 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
         context.set_forkserver_preload(["pipeschool.runtime.host.preload"])
         os.environ[PRELOAD] = json.dumps([sys.path, wanted])
         try:
-            forkserver.ensure_running()
+            # The tracker is started first: to start it lets interrupts through again.
+            resource_tracker.ensure_running()
+            with blocked_for_children():
+                forkserver.ensure_running()
         finally:
             os.environ.pop(PRELOAD, None)
     return context

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from pipeschool.runtime.host.fork_server import start_again, start_fork_server
+from pipeschool.runtime.host.line import Line
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 ONE_AT_A_TIME = threading.Lock()
@@ -28,7 +29,7 @@ def be_worker(*args: Any) -> None:
 
 
 class Pool:
-    """`p` worker processes, with a control pipe each and two boards that all can read.
+    """`p` worker processes, with a line to each and two boards that all can read.
 
     links: (source, target) of those that a socket is to connect. modules: what their jobs need
     imported.
@@ -40,7 +41,7 @@ class Pool:
         context = start_fork_server(modules)
         self.board = context.RawArray("q", [-1] * p)
         self.on_link = context.RawArray("b", p)
-        self.controls: list[Connection] = []
+        self.lines: list[Line] = []
         self.outputs: dict[Connection, Output] = {}
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.links = sorted(links, key=max)
@@ -55,7 +56,7 @@ class Pool:
 
     def _start(self, context: Any, rank: int) -> None:
         control, control_end = context.Pipe()
-        self.controls.append(control)
+        self.lines.append(Line(control))
         ends = [control_end]
         for stream in ("stdout", "stderr") if POSIX else ():
             source, target = context.Pipe(duplex=False)
@@ -103,8 +104,8 @@ class Pool:
             if source in self.outputs:  # a process that the worker started still holds its end
                 self.outputs.pop(source).feed(b"")
                 source.close()
-        for control in self.controls:
-            control.close()
+        for line in self.lines:
+            line.close()
         for end in self.waiting.values():
             end.close()
         for process in self.processes:

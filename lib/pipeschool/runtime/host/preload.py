@@ -11,6 +11,7 @@ from pipeschool.runtime.host.fork_server import PRELOAD
 asked = os.environ.pop(PRELOAD, None)
 if asked is not None:  # from here on the stop button is for the caller
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was started with it blocked
 
 import importlib  # noqa: E402
 import json  # noqa: E402

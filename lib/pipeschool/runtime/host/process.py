@@ -76,11 +76,12 @@ def meet_in_torch(process: int, job: Job) -> None:
     """Join the process group of torch.distributed that all processes of the run are in."""
     if name := loopback():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    processes = job.schedule.p * job.options.tensor_parallel
     dist.init_process_group(
         job.backend,
-        init_method=job.rendezvous,
+        store=dist.FileStore(job.rendezvous, processes),
         rank=process,
-        world_size=job.schedule.p * job.options.tensor_parallel,
+        world_size=processes,
     )
 
 
