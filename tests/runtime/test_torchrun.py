@@ -134,6 +134,10 @@ def test_two_launchers_train_to_the_very_weights_of_one_machine(tmp_path, undist
         pytest.param(
             "sleep:1:6", r"worker 1 is stuck at 1F5 .* nothing has moved for", marks=exhaustive
         ),
+        (
+            "stop:2:6",
+            r"worker 2 is frozen, last heard of at .*: its process was stopped or its",
+        ),
     ],
 )
 def test_a_fault_on_one_machine_ends_both_with_one_message(tmp_path, fault, says):

@@ -155,7 +155,10 @@ class Watch:
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
         still = f"nothing has moved for {self.progress.still:.1f} s"
-        how, why = "stuck", f"{still}. A slow stage needs a larger timeout= (now {self.timeout:g} s)"
+        how, why = (
+            "stuck",
+            f"{still}. A slow stage needs a larger timeout= (now {self.timeout:g} s)",
+        )
         if frozen:
             how, why = "frozen", f"its process has been stopped, and {still}"
         message = f"{self._name(worker)} is {how} {where}{self._waiting_for(worker)}: {why}"
@@ -199,4 +202,3 @@ class Watch:
             if self._waits(w, worker)
         ]
         return f" ({'; '.join(held_up)})" if held_up else ""
-
