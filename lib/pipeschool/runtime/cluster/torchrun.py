@@ -71,8 +71,8 @@ def take_part(
     session = join()
     job = jobs(rank())
     job = replace(job, modules=copy.deepcopy(job.modules))  # the caller's own are not trained
-    number = session.store.add(f"runs/{rank()}", 1)
-    store = dist.PrefixStore(f"run/{number}", session.store)
+    session.runs += 1
+    store = dist.PrefixStore(f"run/{session.runs}", session.store)
     detector = FailureDetector(store, session.heartbeat, schedule, timeout)
     groups = Groups()
     threads = torch.get_num_threads()
@@ -105,13 +105,14 @@ class Session:
 
     store: the launcher's. heartbeat: tells the others that this process lives. offset: what this
     process adds to its clock to tell the time of worker 0. told: whether this process has printed
-    why a run failed.
+    why a run failed. runs: how many there were; no store is asked, which may have gone.
     """
 
     store: dist.Store
     heartbeat: Heartbeat
     offset: float
     told: bool = False
+    runs: int = 0
 
 
 @cache
