@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -23,9 +24,10 @@ from pipeschool.runtime.interrupts import blocked_for_children, held_back
 from pipeschool.runtime.own_modules import own_files
 
 AVAILABLE = "forkserver" in multiprocessing.get_all_start_methods()
+LONGEST = 70  # bytes of a temporary folder in which a socket can have its name
 PRELOAD = "PIPESCHOOL_PRELOAD"  # environment variable: what `preload` imports
 if AVAILABLE:
-    from multiprocessing import forkserver, resource_tracker
+    from multiprocessing import forkserver, resource_tracker, util
 
 
 def under_torchrun() -> bool:
@@ -71,6 +73,7 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
         context.set_forkserver_preload(["pipeschool.runtime.host.preload"])
         os.environ[PRELOAD] = json.dumps([sys.path, wanted])
         try:
+            choose_short_folder()
             # The tracker is started first: to start it lets interrupts through again.
             resource_tracker.ensure_running()
             with blocked_for_children():
@@ -78,6 +81,19 @@ def start_fork_server(modules: Iterable[str] = ()) -> Any:
         finally:
             os.environ.pop(PRELOAD, None)
     return context
+
+
+def choose_short_folder() -> None:
+    """Where TMPDIR is too long for the name of a socket, let `multiprocessing` put the server's
+    into a folder that it makes elsewhere, and removes at the end. It keeps to its first choice."""
+    given = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        others = ("/tmp", "/var/tmp", "/dev/shm")
+        tempfile.tempdir = next((o for o in others if os.access(o, os.W_OK)), given)
+        try:
+            util.get_temp_dir()
+        finally:
+            tempfile.tempdir = given
 
 
 def start_again() -> None:
