@@ -20,7 +20,7 @@ from pipeschool.cost import recompute_table
 from pipeschool.dependencies import peer_of
 from pipeschool.lowering import lower
 from pipeschool.runtime.cluster import torchrun
-from pipeschool.runtime.errors import RunStopped
+from pipeschool.runtime.errors import RunStopped, or_not_started
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
@@ -150,11 +150,13 @@ def on_this_machine(
     with ExitStack() as stack:
         rendezvous = ""
         if meet:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
+            with or_not_started():
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
             rendezvous = str(Path(folder) / "rendezvous")
         jobs = [serialize(job(n, rendezvous)) for n in range(schedule.p * tensor_size)]
         try:
-            pool = new_pool(len(jobs), links, modules)
+            with or_not_started():
+                pool = new_pool(len(jobs), links, modules)
             stack.callback(pool.end)
             for line, packed in zip(pool.lines, jobs, strict=True):
                 line.give(packed)

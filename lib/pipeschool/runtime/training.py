@@ -112,6 +112,8 @@ def train(
             f"{first.name} for p={p} has {first.stages} stages, but there are {len(stages)} "
             f"modules: v= says how many of them a worker holds"
         )
+    if not first.trains:
+        raise ValueError(f"{first.name} does not train: ps.run takes it, train cannot")
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
     if under_torchrun() and torchrun.rank() > 0:

@@ -39,7 +39,7 @@ from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import peer_of
 from pipeschool.runtime.cluster.heartbeat import SHORTEST, TICK, Heartbeat, machine
 from pipeschool.runtime.cluster.time import offset_to_worker_0
-from pipeschool.runtime.errors import Frame, RunError
+from pipeschool.runtime.errors import Frame, RunError, with_frames
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Report
 from pipeschool.runtime.host.worker import work
@@ -218,8 +218,8 @@ class FailureDetector:
         try:
             if not own.secondary:
                 at = own.action.describe() if own.action else "its start"
-                lines = "".join(f"\n  {frame}" for frame in own.frames)
-                error = self._agree(f"worker {self.rank} failed at {at}: {own.error}{lines}", own)
+                said = f"worker {self.rank} failed at {at}: {own.error}"
+                error = self._agree(with_frames(said, own.frames), own)
                 self.store.set("trouble", "a failure")
                 return error
             self.store.set(f"lost/{self.rank}", str(self._peer(own.action)))

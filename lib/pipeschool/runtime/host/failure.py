@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeschool.actions import Action
-from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost
+from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost, shortened, text_of
 from pipeschool.runtime.host.job import Failure
 
 
@@ -21,11 +21,7 @@ def failure(action: Action | None, error: BaseException) -> Failure:
         if not frame.filename.startswith((str(LIBRARY), torch_home, "<frozen"))
     )
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    try:
-        said = str(error)
-    except Exception:
-        said = "(it cannot say what: its __str__ fails)"
-    text = f"{type(error).__name__}: {said}{notes}"
+    text = f"{type(error).__name__}: {shortened(text_of(error))}{notes}"
     # Collectives inside a stage, as in tensor parallelism, lose their peers in gloo's own words.
     secondary = isinstance(error, PeerLost) or "gloo/transport" in text
-    return Failure(action, text, frames, secondary)
+    return Failure(action, shortened(text), frames, secondary)

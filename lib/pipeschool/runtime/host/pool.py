@@ -18,6 +18,7 @@ from pipeschool.runtime.host.line import Line
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 ONE_AT_A_TIME = threading.Lock()
+SPARE = 8  # descriptors that the start of a process takes for a moment
 READS = 3  # that empty a pipe into which nobody writes any more
 
 
@@ -65,6 +66,7 @@ class Pool:
         sockets = self._sockets_of(rank)
         shared = self.board, self.on_link, sockets
         process = context.Process(target=be_worker, args=(rank, *shared, *ends), daemon=True)
+        need_descriptors(SPARE)
         process.start()
         self.processes.append(process)
         for end in (*ends, *sockets.values()):  # the worker has them now
@@ -138,6 +140,18 @@ class Output:
             lines, self.rest = [self.rest], b""
         for line in lines:
             print(f"[worker {self.rank}] {line.decode(errors='replace')}", file=target)
+
+
+def need_descriptors(number: int) -> None:
+    """OSError where this process may not open as many. Found out only in the middle of a start, it
+    would end the fork server as well."""
+    opened: list[int] = []
+    try:
+        while len(opened) < number:
+            opened += os.pipe()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 @contextmanager

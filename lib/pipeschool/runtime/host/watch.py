@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import peer_of
-from pipeschool.runtime.errors import RunError, RunStopped
+from pipeschool.runtime.errors import RunError, RunStopped, with_frames
 from pipeschool.runtime.host.job import Failure, Ready, Report
 from pipeschool.runtime.host.pool import Pool
 from pipeschool.runtime.host.progress import Progress
@@ -127,10 +127,10 @@ class Watch:
     def _raised(self, worker: int) -> RunError:
         failure = self.failures[worker]
         at = failure.action
-        lines = "".join(f"\n  {frame}" for frame in failure.frames)
         where = at.describe() if at else "its start"
         waiting = self._waiting_for(worker)
-        message = f"{self._name(worker)} failed at {where}{waiting}: {failure.error}{lines}"
+        said = f"{self._name(worker)} failed at {where}{waiting}: {failure.error}"
+        message = with_frames(said, failure.frames)
         return RunError(message, worker // self.tensor_size, at, self._peer(worker), failure.frames)
 
     def _died(self, worker: int) -> RunError:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.actions import B, F, I, W
+from pipeschool.runtime.errors import text_of
 from pipeschool.runtime.stages.split_backward import SplitBackward
 from pipeschool.runtime.weights.stage_weights import Parameters, StageWeights, Version
 from pipeschool.runtime.weights.storage import addresses
 
+MOST_DESCRIBED = 4  # of the tensors of a tuple, in messages
 Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
 Loss = Callable[[Any, Any], Tensor]
 
@@ -197,7 +199,7 @@ class Stage:
 def explain(error: Exception, inputs: tuple[Tensor, ...]) -> None:
     """Let an error of the learner's own forward say what the input was."""
     error.add_note(f"the input was {describe(inputs)}")
-    if "leaf Variable" in str(error):
+    if "leaf Variable" in text_of(error):
         error.add_note("a stage must not change its input in place: leave inplace=True out")
 
 
@@ -249,5 +251,8 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(describe(item) for item in value) + ")"
+        parts = [describe(item) for item in value[:MOST_DESCRIBED]]
+        if len(value) > len(parts):
+            parts.append(f"... {len(value)} in all")
+        return "(" + ", ".join(parts) + ")"
     return type(value).__name__
