@@ -8,9 +8,11 @@ import time
 import pipeschool as ps
 import pytest
 import torch
+import torch.distributed as dist
 from faulty import Faulty, killed, raises, sleeps
 from pipeschool.actions import Action
 from pipeschool.runtime import reference
+from pipeschool.runtime.errors import lost_connection
 from pipeschool.runtime.torch_engine.shipped import shipped
 from test_run import Fork, Join
 from torch import nn
@@ -291,6 +293,41 @@ def test_a_stage_that_fails_ends_the_run_with_one_message(fault, place):
     assert "Full Schedule" not in str(error)
     if fault in (raises, complains):
         assert error.frames[-1].function == fault.__name__
+
+
+class Recurrent(nn.Module):
+    """Gives a tensor that is not contiguous, which PyTorch's engine cannot send."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def test_what_pytorchs_engine_refuses_is_no_lost_connection():
+    x = torch.randn(8, 3, WIDTH)
+    with pytest.raises(ps.RunError) as caught:
+        ps.run(ps.zb_v(2, 4), [Recurrent() for _ in range(4)], [(x, x)], engine="torch")
+    assert "RuntimeError: input tensor has to be contiguous" in str(caught.value)
+    assert "PeerLost" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (dist.DistBackendError("NCCL error"), True),
+        (dist.DistNetworkError("The client socket has failed"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer"), True),
+        (RuntimeError("Read error [127.0.0.1]:4711: Connection reset by peer"), True),
+        (RuntimeError("[enforce fail at ../gloo/transport/tcp/pair.cc:84] 5 vs 4"), False),
+        (RuntimeError("Can't detach views in-place. Use detach() instead"), False),
+        (NotImplementedError("connection closed"), False),
+    ],
+)
+def test_a_lost_connection_is_known_by_its_type_or_by_the_words_of_gloo(error, lost):
+    assert lost_connection(error) == lost
 
 
 def test_a_loss_that_is_no_number_is_named():

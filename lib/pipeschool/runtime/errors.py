@@ -17,6 +17,11 @@ MOST_TEXT = 400  # characters of what an exception says, before it is cut to SHO
 SHORT_TEXT = 150
 MOST_FRAMES = 6  # lines of a traceback that are shown
 MOST_MESSAGE = 1000  # characters of a message
+LOST_KINDS = {"DistBackendError", "DistNetworkError"}  # of torch.distributed
+LOST_WORDS = (
+    *("connection closed", "connection reset", "connection refused", "broken pipe", "timed out"),
+    "gloo/transport",
+)
 LIBRARY = Path(__file__).parents[1]  # all of pipeschool
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -146,9 +151,21 @@ class PeerLost(RuntimeError):
     """The other end of a message is gone; why is for the controller to find out."""
 
 
+def lost_connection(error: RuntimeError) -> bool:
+    """Does torch.distributed say with `error` that it has lost a connection? NCCL has types of its
+    own for that, gloo has nothing but words; what says nothing at all is taken for it as well."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    words = str(error).lower()
+    enforced = "enforce fail" in words  # an argument that gloo does not take, wherever it says so
+    said = not words or any(word in words for word in LOST_WORDS)
+    return bool(kinds & LOST_KINDS) or (type(error) is RuntimeError and said and not enforced)
+
+
 def or_peer_lost(call: Callable[..., Any], *args: Any) -> Any:
     """``call(*args)``, where a failure of the connection is told apart from other errors."""
     try:
         return call(*args)
     except RuntimeError as error:
+        if not lost_connection(error):
+            raise
         raise PeerLost(str(error).partition("\n")[0]) from None

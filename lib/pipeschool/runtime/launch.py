@@ -24,6 +24,7 @@ from pipeschool.runtime.errors import RunStopped, or_not_started
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
+from pipeschool.runtime.host.network import check_network
 from pipeschool.runtime.host.pool import new_pool
 from pipeschool.runtime.host.requirements import (
     MOST_WORKERS,
@@ -150,6 +151,7 @@ def on_this_machine(
     with ExitStack() as stack:
         rendezvous = ""
         if meet:
+            check_network()
             with or_not_started():
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
             rendezvous = str(Path(folder) / "rendezvous")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def failure(action: Action | None, error: BaseException) -> Failure:
     frames = tuple(
         Frame(frame.filename, frame.lineno or 0, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((str(LIBRARY), torch_home, "<frozen"))
+        if not frame.filename.startswith((str(LIBRARY), torch_home, contextlib.__file__, "<frozen"))
     )
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     text = f"{type(error).__name__}: {shortened(text_of(error))}{notes}"

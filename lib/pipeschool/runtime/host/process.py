@@ -18,6 +18,7 @@ from pipeschool.actions import Action
 from pipeschool.runtime.host.cores import keep_to_one_core, wake_in_time
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Ready, Report
+from pipeschool.runtime.host.network import loopback
 from pipeschool.runtime.host.serialize import deserialize, serialize
 from pipeschool.runtime.host.worker import work
 from pipeschool.runtime.weights.groups import Groups
@@ -83,15 +84,6 @@ def meet_in_torch(process: int, job: Job) -> None:
         rank=process,
         world_size=processes,
     )
-
-
-def loopback() -> str | None:
-    """The interface through which a machine talks to itself. gloo would look for the host's name,
-    which a laptop without a network may not be able to find."""
-    if os.name != "posix":
-        return None
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def redirect(target: Connection, descriptor: int) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action
 from pipeschool.formats import to_csv
-from pipeschool.runtime.errors import PeerLost
+from pipeschool.runtime.errors import PeerLost, lost_connection
 from pipeschool.runtime.observers.position import Position
 from pipeschool.runtime.share import Share
 from pipeschool.runtime.stages.stage import Tensors, checked_loss
@@ -88,14 +88,14 @@ class TorchGPipe(TorchEngine):
 
 @contextmanager
 def connection_errors() -> Iterator[None]:
-    """Tell a lost connection from other errors: it was a send or receive that raised it. The
-    learner's own code may raise the same type, and so may PyTorch's engine, from other places."""
+    """Tell a lost connection from other errors: it was a send or receive that raised it, and it
+    says so. The learner's own code may raise the same, and PyTorch may refuse what it is given."""
     try:
         yield
     except RuntimeError as error:
         lines = traceback.extract_tb(error.__traceback__)
         source = Path(lines[-1].filename)
-        if type(error) is RuntimeError and source.is_relative_to(Path(dist.__file__).parent):
+        if source.is_relative_to(Path(dist.__file__).parent) and lost_connection(error):
             if "pipelining" not in source.parts:
                 raise PeerLost(str(error).partition("\n")[0]) from None
         raise
