@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -94,8 +95,12 @@ class Pool:
             source.close()
 
     def end(self) -> None:
-        """End every worker, whatever it is doing, and show what it printed until then."""
+        """End every worker, whatever it is doing, with all that it has started, and show what it
+        printed until then."""
         for process in self.processes:
+            if POSIX and process.pid:
+                with suppress(OSError):  # it has not made its group yet, or nobody is left in it
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self.processes:
             process.join()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Mapping, MutableSequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,8 @@ def main(
     """All that a worker process does. `board` tells the controller where it is, even when this
     process is gone; `on_link`, whether a declared link holds it up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # what a stage starts is in this group, and ends with it
     for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
         redirect(output, descriptor)
     row: tuple[Action, ...] = ()
@@ -45,7 +49,7 @@ def main(
         gc.freeze()
         job: Job = deserialize(control.recv_bytes())
         start = threading.Event()
-        threading.Thread(target=listen, args=(control, start), daemon=True).start()
+        threading.Thread(target=listen, args=(control, start, job.rendezvous), daemon=True).start()
         row = job.schedule.workers[process // job.options.tensor_parallel]
         if torch.device(job.device).type == "cuda":
             torch.cuda.set_device(job.device)  # NCCL looks there
@@ -96,12 +100,16 @@ def redirect(target: Connection, descriptor: int) -> None:
         sys.stderr = stream
 
 
-def listen(control: Connection, start: threading.Event) -> None:
+def listen(control: Connection, start: threading.Event, rendezvous: str) -> None:
     """The controller says once when to start. No orphans: when it is gone, so is its end of the
-    pipe, and so is this worker."""
+    pipe, and so is this worker, with all that it has started and the folder they met in."""
     try:
         control.recv_bytes()
         start.set()
         control.poll(None)
     finally:
+        if rendezvous:
+            shutil.rmtree(Path(rendezvous).parent, ignore_errors=True)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
