@@ -215,6 +215,7 @@ def test_a_file_that_is_no_schedule_is_status_2(capfd: Capture, tmp_path: Path) 
         ("run gpipe --device tpu", "device must be one of auto, cpu, cuda, not 'tpu'"),
         ("show gpipe --batches 2 --csv x.csv", "file holds one batch, but this gpipe flushes"),
         ("show gpipe --csv /no/such/folder/x.csv", "cannot use /no/such/folder/x.csv: No such"),
+        ("show gpipe -p 100000", "a row for each worker: -p may be at most 1,000 here$"),
         ("lab --port 99999", "--port: must be between 1 and 65535, not 99999"),
     ],
 )

@@ -54,6 +54,7 @@ FLOORS = {
 RUNTIME_FLOORS = {
     "clock": 0,
     "errors": 0,
+    "interrupts": 0,
     "own_modules": 0,
     "options": 1,
     "stall": 0,

@@ -304,3 +304,12 @@ def test_tell_says_which_runs_are_not_to_be_compared(capsys: pytest.CaptureFixtu
     )
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Before you compare: the machine was busy during one, two. Run it again."
+
+
+@pytest.mark.parametrize("pair", [(PREDICTED, None), (None, LATE)])
+def test_what_is_no_trace_is_told(pair: tuple[Trace, Trace]) -> None:
+    with pytest.raises(TypeError) as caught:
+        why_late(*pair)
+    assert str(caught.value) == (
+        "why_late compares two traces, the predicted and the measured one, not NoneType"
+    )

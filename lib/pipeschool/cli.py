@@ -27,6 +27,7 @@ from pipeschool.schedules import ALIASES
 from pipeschool.text import columns, text_gantt, title
 from pipeschool.versions import with_weights
 
+MOST_ROWS = 1000  # workers of a chart
 MOST = 1_000_000  # microbatches on all stages together: seconds of work
 METRICS = (  # name in JSON, name for people, what it is counted in
     ("makespan", "makespan", ""),
@@ -84,6 +85,8 @@ def _simulate(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    if args.p > MOST_ROWS:
+        raise ValueError(f"a chart has a row for each worker: -p may be at most {MOST_ROWS:,} here")
     trace = _predict(args)
     if args.csv:
         Path(args.csv).write_text(to_csv(_schedule(args)), encoding="utf-8")

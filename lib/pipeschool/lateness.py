@@ -194,6 +194,12 @@ def why_late(predicted: Trace, measured: Trace) -> Lateness:
 
     Both must be of the same schedule: ValueError where they do not have the same actions.
     """
+    for trace in (predicted, measured):
+        if not isinstance(trace, Trace):
+            raise TypeError(
+                "why_late compares two traces, the predicted and the measured one, "
+                f"not {type(trace).__name__}"
+            )
     expected = {(span.worker, span.action): span for span in predicted.spans}
     if not same_actions(predicted, measured):
         raise ValueError(

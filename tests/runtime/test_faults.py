@@ -158,29 +158,38 @@ def test_an_optimizer_that_raises_is_named_at_the_update():
 
 
 SLEEPER = """
-import signal, sys, time, torch, pipeschool as ps
+import signal, subprocess, sys, time, torch, pipeschool as ps
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
 class Sleepy(torch.nn.Linear):
     def forward(self, x):
+        subprocess.Popen(["sleep", "1000"])
         print("asleep", flush=True)
         time.sleep(1000)
 x = torch.ones(4, 3)
-ps.run(ps.gpipe(p=2, m=2), [Sleepy(3, 3), torch.nn.Linear(3, 3)], [(x, x)], timeout=500)
+schedule = ps.replicate(ps.gpipe(p=1, m=2), 2)  # they meet in torch.distributed
+ps.run(schedule, [Sleepy(3, 3)], [(x, x)], timeout=500)
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_worker_outlives_its_controller(how):
+def test_nothing_outlives_its_controller(how, tmp_path):
     script = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLEEPER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
-    assert "asleep" in script.stdout.readline()
+    for _ in range(2):
+        assert "asleep" in script.stdout.readline()
     family = psutil.Process(script.pid).children(recursive=True)
-    assert len(family) >= 3  # two workers, and what multiprocessing keeps
+    assert len(family) >= 5  # workers, what each has started, and what multiprocessing keeps
+    assert [p.name() for p in family].count("sleep") == 2
     script.send_signal(how)
     _, err = script.communicate(timeout=30)
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     if how == signal.SIGINT:
         assert "RunStopped: stopped: all workers have been ended (worker 0 was at 0F0" in err
+    assert [f.name for f in tmp_path.iterdir() if not f.name.startswith("torch")] == []

@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -133,6 +135,10 @@ def test_two_launchers_train_to_the_very_weights_of_one_machine(tmp_path, undist
         ("kill:3:6", r"worker 3 was lost.*: its process or its machine has gone"),
         pytest.param(
             "sleep:1:6", r"worker 1 is stuck at 1F5 .* nothing has moved for", marks=exhaustive
+        ),
+        (
+            "stop:2:6",
+            r"worker 2 is frozen, last heard of at .*: its process was stopped or its",
         ),
     ],
 )
@@ -314,3 +320,53 @@ def test_across_two_networks_with_a_slow_link(tmp_path, shaped_link, undisturbed
         for output in outputs:
             (sentence,) = sentences(output)
             assert re.match(r"worker 2 was lost", sentence)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also where its launcher, which waits for the store itself, has not taken note of it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@exhaustive
+@pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+def test_a_machine_that_vanishes_ends_the_others(tmp_path, shaped_link, monkeypatch):
+    """No packets and no end of a connection: the cable is cut in the middle of a training."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    logs = [tmp_path / f"launcher{i}.log" for i in range(2)]
+    both = [
+        launcher(
+            [str(tmp_path), "-", "4", "sleep:3:14"],  # in its second leg
+            log,
+            "10.77.0.1",
+            29400,
+            machine,
+            local=f"10.77.0.{machine + 1}",
+            prefix=("ip", "netns", "exec", shaped_link[machine]),
+        )
+        for machine, log in enumerate(logs)
+    ]
+    workers = []
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while "epoch 0, batch 2" not in logs[0].read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        workers = [w for one in both for w in psutil.Process(one.pid).children(recursive=True)]
+        inside = f"ip netns exec {shaped_link[1]}"
+        subprocess.run(f"{inside} ip link set {shaped_link[1]} down".split(), check=True)
+        deadline = time.monotonic() + PATIENCE
+        while not all(map(has_ended, workers)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert all(map(has_ended, workers))
+    finally:
+        for process in [*workers, *both]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in both:
+            process.wait()
+    first, second = (sentences(log.read_text()) for log in logs)
+    assert re.match(r"worker [23] is frozen, last heard of at .* its machine has gone", first[0])
+    assert "the launcher on the first machine has not answered for" in second[0]
+    assert (len(first), len(second)) == (1, 1)

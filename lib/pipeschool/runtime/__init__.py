@@ -11,6 +11,7 @@ from pipeschool.arguments import whole_number
 from pipeschool.cost import Cost
 from pipeschool.runtime.errors import RunError, RunStopped, one_sentence_errors
 from pipeschool.runtime.host.fork_server import start_early
+from pipeschool.runtime.interrupts import held_back
 from pipeschool.runtime.options import RunOptions, options_of, with_options
 from pipeschool.runtime.training import Training, train
 from pipeschool.versions import Policy, with_weights
@@ -52,7 +53,8 @@ def run(
     chosen = options_of("run", options)
     schedule = with_weights(schedule, weights)
     start_early(chosen.modules_for(stages))
-    from pipeschool.runtime.launch import launch
+    with held_back():
+        from pipeschool.runtime.launch import launch
 
     return launch(schedule, stages, batches, chosen, called)
 
@@ -74,9 +76,10 @@ def profile(
     backwards and as often with split ones. Seconds are medians of these; bytes are those of
     tensors alive. The stages are not changed. `loss`, `optimizer` and `recompute` as for `run`.
     """
-    import torch
+    with held_back():
+        import torch
 
-    from pipeschool.runtime.measure import measure
+        from pipeschool.runtime.measure import measure
 
     whole_number("m", m)
     whole_number("rounds", rounds)

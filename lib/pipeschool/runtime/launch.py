@@ -21,11 +21,12 @@ from pipeschool.cost import recompute_table
 from pipeschool.dependencies import peer_of
 from pipeschool.lowering import lower
 from pipeschool.runtime.cluster import torchrun
-from pipeschool.runtime.errors import RunStopped
+from pipeschool.runtime.errors import RunStopped, or_not_started
 from pipeschool.runtime.host.batches import fit_batches
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.host.job import Job, Report
 from pipeschool.runtime.host.losses import check_mean, refuse_losses
+from pipeschool.runtime.host.network import check_network
 from pipeschool.runtime.host.pool import new_pool
 from pipeschool.runtime.host.requirements import (
     MOST_WORKERS,
@@ -40,6 +41,7 @@ from pipeschool.runtime.host.result import Result, State, load, put_together
 from pipeschool.runtime.host.serialize import serialize
 from pipeschool.runtime.host.stage_checks import refuse_hidden_weights, refuse_shared_memory
 from pipeschool.runtime.host.watch import Watch
+from pipeschool.runtime.interrupts import held_back
 from pipeschool.runtime.options import ENGINES, RunOptions
 from pipeschool.runtime.stages.microbatches import cut, shares
 from pipeschool.runtime.torch_engine.limits import refuse
@@ -180,19 +182,23 @@ def on_this_machine(
     with ExitStack() as stack:
         rendezvous = ""
         if meet:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
-            rendezvous = (Path(folder) / "rendezvous").as_uri()
+            check_network()
+            with or_not_started():
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeschool-"))
+            rendezvous = str(Path(folder) / "rendezvous")
         jobs = [serialize(job(n, rendezvous)) for n in range(schedule.p * tensor_size)]
         try:
-            pool = new_pool(len(jobs), links, modules)
+            with or_not_started():
+                pool = new_pool(len(jobs), links, modules)
             stack.callback(pool.end)
-            for control, packed in zip(pool.controls, jobs, strict=True):
-                control.send_bytes(packed)
+            for line, packed in zip(pool.lines, jobs, strict=True):
+                line.give(packed)
         except KeyboardInterrupt:
             raise RunStopped("stopped before the workers had begun: all have been ended") from None
         return Watch(pool, schedule, timeout, tensor_size, sends_wait).results()
 
 
+@held_back()
 def engine_of(options: RunOptions) -> type[Any]:
     """The class that the workers load: the caller's own, or one of ours by its name."""
     if not isinstance(options.engine, str):

@@ -20,6 +20,7 @@ from pipeschool.actions import Schedule
 from pipeschool.arguments import whole_number
 from pipeschool.runtime.errors import one_sentence_errors
 from pipeschool.runtime.host.fork_server import under_torchrun
+from pipeschool.runtime.interrupts import held_back
 from pipeschool.runtime.options import RunOptions, options_of, with_options
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
@@ -88,13 +89,15 @@ def train(
         silence. Under torchrun, worker 0 alone does so.
     {options}
     """
-    import torch
+    with held_back():
+        import torch
+
+        from pipeschool.runtime.cluster import torchrun
+        from pipeschool.runtime.host.result import load, mean
+        from pipeschool.runtime.launch import launch
+        from pipeschool.runtime.stages.random_numbers import put_back, seed
 
     chosen = options_of("train", options)
-    from pipeschool.runtime.cluster import torchrun
-    from pipeschool.runtime.host.result import load, mean
-    from pipeschool.runtime.launch import launch
-    from pipeschool.runtime.stages.random_numbers import put_back, seed
 
     if chosen.tensor_parallel > 1:
         raise ValueError("train has no tensor_parallel: a leg could not go on with the optimizers")
@@ -112,6 +115,8 @@ def train(
             f"{first.name} for p={p} has {first.stages} stages, but there are {len(stages)} "
             f"modules: v= says how many of them a worker holds"
         )
+    if not first.trains:
+        raise ValueError(f"{first.name} does not train: ps.run takes it, train cannot")
     identity = _identity(first, every, chosen)
     file = Path(checkpoint) if checkpoint is not None else None
     if under_torchrun() and torchrun.rank() > 0:

@@ -10,7 +10,7 @@ outlives any worker:
 ``lost/3``   worker 3 lost the connection to that worker, and lives
 ``ended/3``  worker 3 was ended by its launcher, because another one of its machine failed
 ``trouble``  one of these has happened
-``place/3``  where worker 3 is, and for how long it has not moved
+``place/3``  where worker 3 is, how often it has moved, and whether it computes
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ import torch.distributed as dist
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import peer_of
+from pipeschool.runtime.cluster.heartbeat import SHORTEST, TICK, Heartbeat, machine
 from pipeschool.runtime.cluster.time import offset_to_worker_0
-from pipeschool.runtime.errors import Frame, RunError
+from pipeschool.runtime.errors import Frame, RunError, with_frames
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Report
 from pipeschool.runtime.host.worker import work
 from pipeschool.runtime.stages.random_numbers import put_back
-from pipeschool.runtime.stall import BUSY_FACTOR, BUSY_SHARE, suspect
+from pipeschool.runtime.stall import BUSY_FACTOR, BUSY_SHARE, Seen, suspect
 from pipeschool.runtime.weights.groups import Groups
 
 GRACE = 1.0  # seconds between the loss of a connection and the verdict
-TICK = 0.2  # seconds between two looks at the others
 
 
 def rank() -> int:
@@ -72,9 +72,9 @@ def take_part(
     session = join()
     job = jobs(rank())
     job = replace(job, modules=copy.deepcopy(job.modules))  # the caller's own are not trained
-    number = session.store.add(f"runs/{rank()}", 1)
-    store = dist.PrefixStore(f"run/{number}", session.store)
-    detector = FailureDetector(store, schedule, timeout)
+    session.runs += 1
+    store = dist.PrefixStore(f"run/{session.runs}", session.store)
+    detector = FailureDetector(store, session.heartbeat, schedule, timeout)
     groups = Groups()
     threads = torch.get_num_threads()
     try:
@@ -104,36 +104,45 @@ def take_part(
 class Session:
     """What the processes share from the first run on.
 
-    store: the launcher's. offset: what this process adds to its clock to tell the time of worker 0.
-    told: whether this process has printed why a run failed.
+    store: the launcher's. heartbeat: tells the others that this process lives. offset: what this
+    process adds to its clock to tell the time of worker 0. told: whether this process has printed
+    why a run failed. runs: how many there were; no store is asked, which may have gone.
     """
 
     store: dist.Store
+    heartbeat: Heartbeat
     offset: float
     told: bool = False
+    runs: int = 0
 
 
 @cache
 def join() -> Session:
     """Meet the other processes, once."""
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: dist.Store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=not hosted and rank() == 0,
-        wait_for_workers=False,
-    )
+    prefix = f"pipeschool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    meeting = dist.PrefixStore(f"{prefix}/groups", connect(serve=not hosted and rank() == 0))
+    store = dist.PrefixStore(prefix, connect())  # torch may wait on the other connection
     if name := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    store = dist.PrefixStore(f"pipeschool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore("groups", store),
+        store=meeting,
         rank=rank(),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     sys.excepthook = quiet_hook(sys.excepthook)
-    return Session(store, offset_to_worker_0())
+    return Session(store, Heartbeat(store, rank()), offset_to_worker_0())
+
+
+def connect(serve: bool = False) -> dist.Store:
+    """A connection to the launcher's store. serve: there is no launcher that has one."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=serve,
+        wait_for_workers=False,
+    )
 
 
 def interface_towards(address: str) -> str | None:
@@ -178,8 +187,9 @@ def alike(a: Any, b: Any) -> bool:
 class FailureDetector:
     """Tells the others where this worker is, and finds out why a run has failed."""
 
-    def __init__(self, store: dist.Store, schedule: Schedule, timeout: float):
+    def __init__(self, store: dist.Store, heartbeat: Heartbeat, schedule: Schedule, timeout: float):
         self.store = store
+        self.heartbeat = heartbeat
         self.schedule = schedule
         self.timeout = timeout
         self.rank = rank()
@@ -187,17 +197,20 @@ class FailureDetector:
         self.on_link = [0] * schedule.p
         self.verdict: RunError | None = None
         self.main_knows = False  # the worker has found out by itself
-        self.moved = time.monotonic()
-        self.cpu = time.process_time()
         self.over = threading.Event()
         self.before = signal.signal(signal.SIGTERM, self._ended)
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
+        self.threads = [
+            threading.Thread(target=watch, daemon=True)
+            for watch in (self._watch, self._watch_store)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def stop(self) -> None:
         """The run is over, one way or the other."""
         self.over.set()
-        self.thread.join(2 * GRACE)  # a process that ends while it asks the store is aborted
+        for thread in self.threads:  # a process that ends while it asks the store is aborted
+            thread.join(2 * GRACE)
         signal.signal(signal.SIGTERM, self.before)
 
     def failed(self, own: Failure) -> RunError:
@@ -206,8 +219,8 @@ class FailureDetector:
         try:
             if not own.secondary:
                 at = own.action.describe() if own.action else "its start"
-                lines = "".join(f"\n  {frame}" for frame in own.frames)
-                error = self._agree(f"worker {self.rank} failed at {at}: {own.error}{lines}", own)
+                said = f"worker {self.rank} failed at {at}: {own.error}"
+                error = self._agree(with_frames(said, own.frames), own)
                 self.store.set("trouble", "a failure")
                 return error
             self.store.set(f"lost/{self.rank}", str(self._peer(own.action)))
@@ -216,12 +229,12 @@ class FailureDetector:
         except RuntimeError:
             return self._store_gone(own.action)
 
-    def _store_gone(self, action: Action | None) -> RunError:
+    def _store_gone(self, action: Action | None, how: str = "has gone as well") -> RunError:
         """The store lives in the launcher of the first machine: nobody can say more than this."""
         at = f" at {action.describe()}" if action else ""
         error = RunError(
             f"worker {self.rank} lost its connections{at}, and the launcher on the first machine "
-            "has gone as well: what it printed says why",
+            f"{how}: what it printed says why",
             self.rank,
             action,
         )
@@ -265,8 +278,7 @@ class FailureDetector:
         action = Action(*first["action"]) if first["action"] else None
         frames = tuple(Frame(*frame) for frame in first["frames"])
         error = RunError(first["message"], first["worker"], action, None, frames)
-        machine = os.environ.get("GROUP_RANK", "0")
-        reporter = self.store.compare_set(f"reporter/{machine}", "", str(self.rank))
+        reporter = self.store.compare_set(f"reporter/{machine()}", "", str(self.rank))
         error.printed_elsewhere = int(reporter) != self.rank
         return error
 
@@ -284,23 +296,34 @@ class FailureDetector:
 
     def _watch(self) -> None:
         """Publish where this worker is; end the run when others fail or nobody moves any more."""
-        last = -1
+        seen = Seen()
+        last, moves, cpu = -1, 0, time.process_time()
         while not self.over.wait(TICK):
             position = self.board[self.rank]
             if position != last or self.on_link[self.rank]:
-                last, self.moved, self.cpu = position, time.monotonic(), time.process_time()
-            still = time.monotonic() - self.moved
-            busy = time.process_time() - self.cpu > BUSY_SHARE * still
-            place = {"at": position, "still": still, "busy": busy}
+                last, moves, cpu = position, moves + 1, time.process_time()
+            still = seen.look("this worker", moves)
+            busy = time.process_time() - cpu > BUSY_SHARE * still
+            place = {"at": position, "moves": moves, "busy": busy}
             try:
                 self.store.set(f"place/{self.rank}", json.dumps(place))
                 if self.store.check(["trouble"]):
                     nothing = Failure(None, "", (), secondary=True)
                     return self._wake_main(self._conclude(nothing))
-                if still > self.timeout and (error := self._stalled()):
+                if still > TICK and (error := self._stalled(seen)):
                     return self._wake_main(error)
             except RuntimeError:
                 return self._wake_main(self._store_gone(None))
+
+    def _watch_store(self) -> None:
+        """The store may have gone without a word: then every question to it waits for ever, also
+        that of a main thread that knows of a failure. So this process ends."""
+        seen = Seen()
+        while not self.over.wait(TICK):
+            silent = seen.look("the store", self.heartbeat.answers)
+            if silent > max(self.timeout, SHORTEST) + GRACE:
+                tell(self._store_gone(None, f"has not answered for {silent:.1f} s"))
+                os._exit(1)
 
     def _wake_main(self, verdict: RunError) -> None:
         """Let the worker raise `verdict`, whatever it is waiting for."""
@@ -312,25 +335,34 @@ class FailureDetector:
             tell(verdict)
             os._exit(1)
 
-    def _stalled(self) -> RunError | None:
+    def _stalled(self, seen: Seen) -> RunError | None:
         """Why nothing moves anywhere, for longer than it may; None while somebody does."""
-        keys = [f"place/{w}" for w in range(self.schedule.p)]
-        if not self.store.check(keys):
+        everybody = range(self.schedule.p)
+        here = [w for w in everybody if self.store.check([f"place/{w}"])]  # others have not begun
+        texts = self.store.multi_get([f"place/{w}" for w in here])
+        places = {w: json.loads(text) for w, text in zip(here, texts, strict=True)}
+        silent = self.heartbeat.silent(everybody, seen, self.timeout)
+        still = min(seen.look(f"place/{w}", places[w]["moves"]) for w in here)
+        busy = any(place["busy"] for place in places.values())
+        if still <= self.timeout * (BUSY_FACTOR if busy and not silent else 1):
             return None
-        places = [json.loads(self.store.get(key)) for key in keys]
-        still = min(place["still"] for place in places)
-        busy = any(place["busy"] for place in places)
-        if still <= self.timeout * (BUSY_FACTOR if busy else 1):
+        if len(here) < self.schedule.p and not silent:
             return None
-        at = [self._action(w, place["at"]) for w, place in enumerate(places)]
-        stuck = suspect(dict(enumerate(at)))
+        at = {w: self._action(w, places[w]["at"]) if w in here else None for w in everybody}
+        stuck = suspect(at, silent)
         action = at[stuck]
-        where = action.describe() if action else "its start or end"
-        message = (
-            f"worker {stuck} is stuck at {where}: nothing has moved for {still:.1f} s. A slow "
-            f"stage needs a larger timeout= (now {self.timeout:g} s)"
-        )
-        return self._agree(message, Failure(action, message, (), secondary=False))
+        ended = stuck in here and places[stuck]["at"] >= 0
+        where = action.describe() if action else "its end" if ended else "its start"
+        for_long = f"nothing has moved for {still:.1f} s"
+        limit = f"timeout= (now {self.timeout:g} s)"
+        how, why = "is stuck", f"{for_long}. A slow stage needs a larger {limit}"
+        if silent:
+            how = "is frozen, last heard of"  # it says where it is a few times in a second
+            why = f"its process was stopped or its machine has gone, and {for_long}, beyond {limit}"
+        message = f"worker {stuck} {how} at {where}: {why}"
+        error = self._agree(message, Failure(action, message, (), secondary=False))
+        self.heartbeat.wake(silent)
+        return error
 
     def _action(self, worker: int, position: int) -> Action | None:
         row = self.schedule.workers[worker]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from pathlib import Path
 
 import torch
 
 from pipeschool.actions import Action
-from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost, is_lost_connection
+from pipeschool.runtime.errors import LIBRARY, Frame, PeerLost, shortened, text_of
 from pipeschool.runtime.host.job import Failure
 
 
@@ -18,14 +19,10 @@ def failure(action: Action | None, error: BaseException) -> Failure:
     frames = tuple(
         Frame(frame.filename, frame.lineno or 0, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((str(LIBRARY), torch_home, "<frozen"))
+        if not frame.filename.startswith((str(LIBRARY), torch_home, contextlib.__file__, "<frozen"))
     )
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    try:
-        said = str(error)
-    except Exception:
-        said = "(it cannot say what: its __str__ fails)"
-    text = f"{type(error).__name__}: {said}{notes}"
+    text = f"{type(error).__name__}: {shortened(text_of(error))}{notes}"
     # Collectives inside a stage, as in tensor parallelism, lose their peers in gloo's own words.
-    secondary = isinstance(error, PeerLost) or is_lost_connection(error, said)
-    return Failure(action, text, frames, secondary)
+    secondary = isinstance(error, PeerLost) or "gloo/transport" in text
+    return Failure(action, shortened(text), frames, secondary)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from pipeschool.runtime.host.fork_server import start_again, start_fork_server
+from pipeschool.runtime.host.line import Line
 
 POSIX = os.name == "posix"  # elsewhere workers print to the console of the caller
 ONE_AT_A_TIME = threading.Lock()
+SPARE = 8  # descriptors that the start of a process takes for a moment
 READS = 3  # that empty a pipe into which nobody writes any more
 
 
@@ -28,7 +31,7 @@ def be_worker(*args: Any) -> None:
 
 
 class Pool:
-    """`p` worker processes, with a control pipe each and two boards that all can read.
+    """`p` worker processes, with a line to each and two boards that all can read.
 
     links: (source, target) of those that a socket is to connect. modules: what their jobs need
     imported.
@@ -40,7 +43,7 @@ class Pool:
         context = start_fork_server(modules)
         self.board = context.RawArray("q", [-1] * p)
         self.on_link = context.RawArray("b", p)
-        self.controls: list[Connection] = []
+        self.lines: list[Line] = []
         self.outputs: dict[Connection, Output] = {}
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.links = sorted(links, key=max)
@@ -55,7 +58,7 @@ class Pool:
 
     def _start(self, context: Any, rank: int) -> None:
         control, control_end = context.Pipe()
-        self.controls.append(control)
+        self.lines.append(Line(control))
         ends = [control_end]
         for stream in ("stdout", "stderr") if POSIX else ():
             source, target = context.Pipe(duplex=False)
@@ -64,6 +67,7 @@ class Pool:
         sockets = self._sockets_of(rank)
         shared = self.board, self.on_link, sockets
         process = context.Process(target=be_worker, args=(rank, *shared, *ends), daemon=True)
+        need_descriptors(SPARE)
         process.start()
         self.processes.append(process)
         for end in (*ends, *sockets.values()):  # the worker has them now
@@ -91,8 +95,12 @@ class Pool:
             source.close()
 
     def end(self) -> None:
-        """End every worker, whatever it is doing, and show what it printed until then."""
+        """End every worker, whatever it is doing, with all that it has started, and show what it
+        printed until then."""
         for process in self.processes:
+            if POSIX and process.pid:
+                with suppress(OSError):  # it has not made its group yet, or nobody is left in it
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self.processes:
             process.join()
@@ -103,8 +111,8 @@ class Pool:
             if source in self.outputs:  # a process that the worker started still holds its end
                 self.outputs.pop(source).feed(b"")
                 source.close()
-        for control in self.controls:
-            control.close()
+        for line in self.lines:
+            line.close()
         for end in self.waiting.values():
             end.close()
         for process in self.processes:
@@ -137,6 +145,18 @@ class Output:
             lines, self.rest = [self.rest], b""
         for line in lines:
             print(f"[worker {self.rank}] {line.decode(errors='replace')}", file=target)
+
+
+def need_descriptors(number: int) -> None:
+    """OSError where this process may not open as many. Found out only in the middle of a start, it
+    would end the fork server as well."""
+    opened: list[int] = []
+    try:
+        while len(opened) < number:
+            opened += os.pipe()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 @contextmanager

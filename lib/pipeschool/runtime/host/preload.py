@@ -11,11 +11,15 @@ from pipeschool.runtime.host.fork_server import PRELOAD
 asked = os.environ.pop(PRELOAD, None)
 if asked is not None:  # from here on the stop button is for the caller
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was started with it blocked
 
+import atexit  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
+import time  # noqa: E402
+from contextlib import suppress  # noqa: E402
 
 import pipeschool.runtime.host.process  # noqa: E402  # torch, and all that a worker needs
 
@@ -34,7 +38,20 @@ def serve(path: list[str], modules: list[str]) -> None:
         os._exit(1)
 
 
+def sweep(caller: int) -> None:
+    """Remove the server's socket and its folder, which `caller` does, unless it was killed."""
+    from multiprocessing import forkserver
+
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    time.sleep(0.1)  # a process that is being killed first closes what it has open
+    if os.getppid() != caller and isinstance(address, str):
+        with suppress(OSError):
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
+
+
 if asked is not None:
+    atexit.register(sweep, os.getppid())
     serve(*json.loads(asked))
 
-__all__ = ["pipeschool", "serve"]
+__all__ = ["pipeschool", "serve", "sweep"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Mapping, MutableSequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from pipeschool.actions import Action
 from pipeschool.runtime.host.cores import keep_to_one_core, wake_in_time
 from pipeschool.runtime.host.failure import failure
 from pipeschool.runtime.host.job import Failure, Job, Ready, Report
+from pipeschool.runtime.host.network import loopback
 from pipeschool.runtime.host.serialize import deserialize, serialize
 from pipeschool.runtime.host.worker import work
 from pipeschool.runtime.weights.groups import Groups
@@ -35,6 +38,8 @@ def main(
     """All that a worker process does. `board` tells the controller where it is, even when this
     process is gone; `on_link`, whether a declared link holds it up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears the stop button
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # what a stage starts is in this group, and ends with it
     for descriptor, output in enumerate(outputs, start=1):  # stdout, stderr
         redirect(output, descriptor)
     row: tuple[Action, ...] = ()
@@ -44,7 +49,7 @@ def main(
         gc.freeze()
         job: Job = deserialize(control.recv_bytes())
         start = threading.Event()
-        threading.Thread(target=listen, args=(control, start), daemon=True).start()
+        threading.Thread(target=listen, args=(control, start, job.rendezvous), daemon=True).start()
         row = job.schedule.workers[process // job.options.tensor_parallel]
         if torch.device(job.device).type == "cuda":
             torch.cuda.set_device(job.device)  # NCCL looks there
@@ -76,21 +81,13 @@ def meet_in_torch(process: int, job: Job) -> None:
     """Join the process group of torch.distributed that all processes of the run are in."""
     if name := loopback():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    processes = job.schedule.p * job.options.tensor_parallel
     dist.init_process_group(
         job.backend,
-        init_method=job.rendezvous,
+        store=dist.FileStore(job.rendezvous, processes),
         rank=process,
-        world_size=job.schedule.p * job.options.tensor_parallel,
+        world_size=processes,
     )
-
-
-def loopback() -> str | None:
-    """The interface through which a machine talks to itself. gloo would look for the host's name,
-    which a laptop without a network may not be able to find."""
-    if os.name != "posix":
-        return None
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def redirect(target: Connection, descriptor: int) -> None:
@@ -103,12 +100,16 @@ def redirect(target: Connection, descriptor: int) -> None:
         sys.stderr = stream
 
 
-def listen(control: Connection, start: threading.Event) -> None:
+def listen(control: Connection, start: threading.Event, rendezvous: str) -> None:
     """The controller says once when to start. No orphans: when it is gone, so is its end of the
-    pipe, and so is this worker."""
+    pipe, and so is this worker, with all that it has started and the folder they met in."""
     try:
         control.recv_bytes()
         start.set()
         control.poll(None)
     finally:
+        if rendezvous:
+            shutil.rmtree(Path(rendezvous).parent, ignore_errors=True)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)

@@ -10,19 +10,18 @@ import signal
 import time
 from multiprocessing.connection import Connection, wait
 
-import psutil
 from tqdm.auto import tqdm
 
 from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import peer_of
-from pipeschool.runtime.errors import RunError, RunStopped
+from pipeschool.runtime.errors import RunError, RunStopped, with_frames
 from pipeschool.runtime.host.job import Failure, Ready, Report
 from pipeschool.runtime.host.pool import Pool
+from pipeschool.runtime.host.progress import Progress
 from pipeschool.runtime.host.serialize import deserialize
-from pipeschool.runtime.stall import BUSY_FACTOR, BUSY_SHARE, suspect
+from pipeschool.runtime.stall import suspect
 
 GRACE = 0.4  # seconds between the first sign of trouble and the verdict
-START_LIMIT = 60.0  # seconds until all workers must have begun
 
 
 class Watch:
@@ -49,7 +48,7 @@ class Watch:
         self.reports: dict[int, Report] = {}
         self.failures: dict[int, Failure] = {}
         self.dead: list[int] = []
-        self.ready = 0  # workers that could begin
+        self.ready: set[int] = set()  # workers that could begin
         self.progress = Progress(pool)
 
     def results(self) -> list[Report]:
@@ -79,29 +78,39 @@ class Watch:
 
     def _listen(self) -> None:
         """Take in whatever workers say, print or do within a tenth of a second."""
-        controls = {c: w for w, c in enumerate(self.pool.controls) if not self._heard(w)}
+        controls = {
+            line.control: w
+            for w, line in enumerate(self.pool.lines)
+            if not self._heard(w) and not line.coming
+        }
         sentinels = {p.sentinel: w for w, p in enumerate(self.pool.processes) if w not in self.dead}
         for ready in wait([*controls, *self.pool.outputs, *sentinels], timeout=0.1):
             if isinstance(ready, int):
                 self.dead.append(sentinels[ready])
             elif ready in controls:
-                self._hear(controls[ready], ready)
+                self._hear(controls[ready])
             else:
                 assert isinstance(ready, Connection)
                 self.pool.show_output(ready)
+        for worker, line in enumerate(self.pool.lines):
+            if line.coming:
+                self._hear(worker)
 
     def _heard(self, worker: int) -> bool:
         return worker in self.reports or worker in self.failures or worker in self.dead
 
-    def _hear(self, worker: int, control: Connection) -> None:
+    def _hear(self, worker: int) -> None:
         try:
-            answer = deserialize(control.recv_bytes())
-        except (EOFError, OSError):
+            data = self.pool.lines[worker].take()
+        except EOFError:
             self.dead.append(worker)
             return
+        if data is None:
+            return
+        answer = deserialize(data)
         if isinstance(answer, Ready):
-            self.ready += 1
-            if self.ready == len(self.rows):
+            self.ready.add(worker)
+            if len(self.ready) == len(self.rows):
                 self._start()
         elif isinstance(answer, Report):
             self.reports[worker] = answer
@@ -110,9 +119,9 @@ class Watch:
 
     def _start(self) -> None:
         """All are ready: let them begin together."""
-        for control in self.pool.controls:
+        for line in self.pool.lines:
             try:
-                control.send_bytes(b"start")
+                line.control.send_bytes(b"start")
             except OSError:  # it is gone, and its control pipe will say so
                 continue
 
@@ -127,10 +136,10 @@ class Watch:
     def _raised(self, worker: int) -> RunError:
         failure = self.failures[worker]
         at = failure.action
-        lines = "".join(f"\n  {frame}" for frame in failure.frames)
         where = at.describe() if at else "its start"
         waiting = self._waiting_for(worker)
-        message = f"{self._name(worker)} failed at {where}{waiting}: {failure.error}{lines}"
+        said = f"{self._name(worker)} failed at {where}{waiting}: {failure.error}"
+        message = with_frames(said, failure.frames)
         return RunError(message, worker // self.tensor_size, at, self._peer(worker), failure.frames)
 
     def _died(self, worker: int) -> RunError:
@@ -149,14 +158,19 @@ class Watch:
 
     def _stalled(self) -> RunError:
         open_ = [w for w in range(len(self.rows)) if w not in self.reports]
-        worker = suspect({w: self._at(w) for w in open_}, self.sends_wait)
+        frozen = self.progress.frozen(open_)
+        late = [w for w in open_ if w not in self.ready]
+        worker = suspect({w: self._at(w) for w in (frozen or late or open_)}, (), self.sends_wait)
         at = self._at(worker)
         where = f"at {at.describe()}" if at else "before its first action"
-        message = (
-            f"{self._name(worker)} is stuck {where}{self._waiting_for(worker)}: nothing "
-            f"has moved for {self.progress.still:.1f} s. A slow stage needs a larger timeout= "
-            f"(now {self.timeout:g} s)"
+        still = f"nothing has moved for {self.progress.still:.1f} s"
+        how, why = (
+            "stuck",
+            f"{still}. A slow stage needs a larger timeout= (now {self.timeout:g} s)",
         )
+        if frozen:
+            how, why = "frozen", f"its process has been stopped, and {still}"
+        message = f"{self._name(worker)} is {how} {where}{self._waiting_for(worker)}: {why}"
         return RunError(message, worker // self.tensor_size, at, self._peer(worker))
 
     def _name(self, process: int) -> str:
@@ -203,42 +217,3 @@ class Watch:
         peer = f"worker {peer_of(message, self.schedule)}"
         waits = self.sends_wait and message.kind.startswith("SEND")
         return f"for {peer} to receive it" if waits else f"with {peer}"
-
-
-class Progress:
-    """Since when has no worker moved on, and are they at least computing?"""
-
-    def __init__(self, pool: Pool):
-        self.pool = pool
-        self.board = list(pool.board)
-        self.since = time.monotonic()  # when a worker last moved on
-        self.cpu: list[float] = []  # seconds of processor time per worker at that time
-
-    @property
-    def still(self) -> float:
-        """Seconds for which nothing has moved."""
-        return time.monotonic() - self.since
-
-    def stalled(self, timeout: float) -> bool:
-        """True when nothing has moved for `timeout` seconds and nobody computes, or for
-        BUSY_FACTOR times as long whatever they do. A message on a declared link moves."""
-        board = list(self.pool.board)
-        if board != self.board or any(self.pool.on_link) or not self.cpu:
-            self.board, self.since, self.cpu = board, time.monotonic(), self._cpu()
-            return False
-        if min(board) < 0:
-            return self.still > START_LIMIT
-        if self.still <= timeout:
-            return False
-        used = max(now - then for then, now in zip(self.cpu, self._cpu(), strict=True))
-        return used < BUSY_SHARE * self.still or self.still > BUSY_FACTOR * timeout
-
-    def _cpu(self) -> list[float]:
-        used = []
-        for process in self.pool.processes:
-            try:
-                times = psutil.Process(process.pid).cpu_times()
-                used.append(times.user + times.system)
-            except psutil.Error:
-                used.append(0.0)
-        return used

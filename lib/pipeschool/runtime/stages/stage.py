@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeschool.actions import B, F, I, W
-from pipeschool.runtime.errors import LIBRARY
+from pipeschool.runtime.errors import LIBRARY, text_of
 from pipeschool.runtime.stages.loss import checked_loss
 from pipeschool.runtime.stages.random_numbers import go_on_from, put_back, random_numbers
 from pipeschool.runtime.stages.split_backward import SplitBackward
@@ -221,7 +221,7 @@ def explain(error: Exception, inputs: tuple[Tensor, ...]) -> None:
     if source.is_relative_to(LIBRARY):  # a sentence of ours says what there is to say
         return
     error.add_note(f"the input was {describe(inputs)}")
-    if "leaf Variable" in str(error):
+    if "leaf Variable" in text_of(error):
         error.add_note("a stage must not change its input in place: leave inplace=True out")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+MOST_DESCRIBED = 4  # of the tensors of a tuple, in messages
 Tensors = tuple[Tensor | None, ...]  # what travels between stages; None where there is no gradient
 
 
@@ -31,5 +32,8 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(describe(item) for item in value) + ")"
+        parts = [describe(item) for item in value[:MOST_DESCRIBED]]
+        if len(value) > len(parts):
+            parts.append(f"... {len(value)} in all")
+        return "(" + ", ".join(parts) + ")"
     return type(value).__name__

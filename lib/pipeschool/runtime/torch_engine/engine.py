@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeschool.actions import Action
 from pipeschool.formats import to_csv
-from pipeschool.runtime.errors import PeerLost, is_lost_connection
+from pipeschool.runtime.errors import PeerLost, lost_connection, text_of
 from pipeschool.runtime.observers.position import Position
 from pipeschool.runtime.share import Share
 from pipeschool.runtime.stages.loss import checked_loss
@@ -89,14 +89,16 @@ class TorchGPipe(TorchEngine):
 
 
 def done_by_torch(call: Callable[..., None], *args: Any) -> None:
-    """``call(*args)`` of PyTorch's engine. What it cannot do is told apart from a lost connection,
-    and from an error of the learner's own code."""
+    """``call(*args)`` of PyTorch's engine. A lost connection is told apart from what torch refuses,
+    and from an error of the learner's own code: a send or receive raised it, and says so."""
     try:
         call(*args)
     except Exception as error:
-        if is_lost_connection(error, said := str(error)):
-            raise PeerLost(said.partition("\n")[0]) from None
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(DISTRIBUTED):
+        source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if source.is_relative_to(DISTRIBUTED):
+            sends = "pipelining" not in source.parts
+            if sends and isinstance(error, RuntimeError) and lost_connection(error):
+                raise PeerLost(text_of(error).partition("\n")[0]) from None
             error.add_note("so says torch.distributed: engine='pipeschool' may do it")
         raise
 
