@@ -70,6 +70,7 @@ RUNTIME_FLOORS = {
     "host": 8,
     "cluster": 9,
     "launch": 10,
+    "plan": 9,
     "training": 11,
 }
 FLOORS_WITHIN: dict[str, dict[str, int]] = {

@@ -18,7 +18,7 @@ from faulty import Faulty, killed
 from oracles import random_schedule, scatter_messages
 from own_engine import MyEngine
 from pipeschool.dependencies import sender_of
-from pipeschool.runtime import launch, reference
+from pipeschool.runtime import launch, plan, reference
 from pipeschool.runtime.clock import Clock
 from pipeschool.runtime.errors import PeerLost
 from pipeschool.runtime.wire import torch_wire
@@ -191,7 +191,7 @@ def test_the_same_row_runs_where_sends_do_not_wait_and_where_it_is_fused():
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    monkeypatch.setattr(launch, "check", lambda schedule, **options: schedule)
+    monkeypatch.setattr(plan, "check", lambda schedule, **options: schedule)
 
 
 def test_it_really_stands_still_and_the_watch_says_who_waits_for_whom(unchecked):
@@ -236,7 +236,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def wires_of(schedule):
     """The wires of all workers, in this process."""
-    ends = {link: socket.socketpair() for link in launch.links_of(schedule, 1)}
+    ends = {link: socket.socketpair() for link in plan.links_of(schedule, 1)}
     try:
         yield [
             RendezvousWire(
@@ -341,11 +341,11 @@ def test_a_send_is_done_when_its_receiver_is_there_and_a_group_when_all_are():
 def test_with_nccl_what_has_no_messages_gets_those_that_are_right_where_sends_wait(monkeypatch):
     taken = []
 
-    def take(job, *rest):
-        taken.append(job(0, "").schedule)
+    def take(planned, *rest):
+        taken.append(planned.schedule)
         raise InterruptedError
 
-    monkeypatch.setattr(launch, "choose_device", lambda device, n: ("nccl", ["cuda:0"] * n))
+    monkeypatch.setattr(plan, "choose_device", lambda device, n: ("nccl", ["cuda:0"] * n))
     monkeypatch.setattr(launch, "on_this_machine", take)
     for schedule in (ps.zb_v(2, 4), ps.lower(ps.zb_v(2, 4))):
         with pytest.raises(InterruptedError):
@@ -400,7 +400,7 @@ def test_with_nccl_all_meet_on_every_link_in_one_order_and_no_group_goes_both_wa
             todo[target].pop(0)
             met.add((group, source, target))
     links = {(source, target) for _, source, target in met}
-    assert links == launch.links_of(schedule, 1)
+    assert links == plan.links_of(schedule, 1)
     assert not any((group, target, source) in met for group, source, target in met)
     for worker, (wire, noted) in enumerate(wires):
         noted.clear()

@@ -98,8 +98,8 @@ def test_every_process_of_a_worker_has_a_gpu_of_its_own_where_nccl_is_used(
     """NCCL refuses two processes on one GPU. No GPU is needed here: the jobs say who gets which."""
     jobs = []
 
-    def look(job, schedule, timeout, tensor_size, *others):
-        jobs.extend(job(process) for process in range(schedule.p * tensor_size))
+    def look(plan, timeout, modules):
+        jobs.extend(plan.job(process) for process in range(plan.processes))
         raise InterruptedError
 
     module = importlib.import_module("pipeschool.runtime.launch")
