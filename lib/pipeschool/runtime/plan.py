@@ -50,7 +50,7 @@ class Plan:
     run has left them, if there was one (`state`). inputs, targets, weights: of all microbatches;
     parts: the share of each loss in that of its update. ties, norm_places: what stages share, see
     `Job`. engine: the class that does the rows. backend, devices: of torch.distributed, and of each
-    process. carrier: of messages. recompute: of every stage. pace: kind -> declared seconds of each.
+    process. carrier: of messages. recompute: of every stage. pace: kind -> seconds of each.
     """
 
     options: RunOptions
