@@ -52,6 +52,7 @@ FLOORS = {
 }
 # The same within a package: its files and the packages in it. An empty table asks for nothing.
 RUNTIME_FLOORS = {
+    "checkpoint": 0,
     "clock": 0,
     "errors": 0,
     "own_modules": 0,

@@ -214,16 +214,12 @@ def _resume(
     """Where `file` says that the training was, or its start."""
     if file is None or not file.exists():
         return Training(), Place(), None
-    import torch
-
+    from pipeschool.runtime.checkpoint import read
     from pipeschool.runtime.host.result import State
     from pipeschool.runtime.weights.stage_weights import StageState
 
-    try:
-        saved = torch.load(file, weights_only=True)
-        other = {key: saved["identity"][key] for key in identity}
-    except Exception as error:
-        raise ValueError(f"{file} is no checkpoint of pipeschool: {error}") from error
+    saved = read(file)
+    other = saved["identity"]
     for key, value in identity.items():
         if other[key] != value:
             raise ValueError(
@@ -244,12 +240,12 @@ def _save(
     place: Place,
     state: State | None,
 ) -> None:
-    """Write a checkpoint whole or not at all: a run may be killed at any moment."""
+    """Keep in `file` all that the training needs to go on from `place`."""
     if file is None or state is None:
         return
-    import torch
+    from pipeschool.runtime.checkpoint import write
 
-    saved = {
+    content = {
         "identity": identity,
         "place": (place.epoch, place.batch),
         "losses": training.losses,
@@ -257,6 +253,4 @@ def _save(
         "stages": [tuple(stage) for stage in state.stages],
         "generators": state.generators,
     }
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    torch.save(saved, unfinished)
-    os.replace(unfinished, file)
+    write(file, content)
