@@ -52,14 +52,17 @@ FLOORS = {
 }
 # The same within a package: its files and the packages in it. An empty table asks for nothing.
 RUNTIME_FLOORS = {
-    "checkpoint": 0,
     "clock": 0,
+    "described": 0,
     "errors": 0,
+    "keepable": 0,
     "own_modules": 0,
     "options": 1,
     "stall": 0,
+    "checkpoint": 1,
     "weights": 2,
     "stages": 3,
+    "identity": 4,
     "reference": 4,
     "wire": 4,
     "observers": 5,
@@ -68,7 +71,10 @@ RUNTIME_FLOORS = {
     "engine": 7,
     "torch_engine": 7,
     "host": 8,
+    "changes": 9,
     "cluster": 9,
+    "loader": 9,
+    "book": 10,
     "launch": 10,
     "training": 11,
 }
