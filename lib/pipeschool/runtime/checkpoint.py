@@ -69,8 +69,8 @@ def write(checkpoint: Path, content: dict[str, Any], before: str) -> None:
             sealed = Sealed(stream)
             try:
                 torch.save(content, cast(BinaryIO, sealed))
-            except RuntimeError:  # torch's words for an error of the disk
-                raise sealed.error or RuntimeError(f"{checkpoint} cannot be written") from None
+            except RuntimeError as error:  # torch's words for an error of the disk, as a rule
+                raise (sealed.error or error) from None
             stream.write(sealed.seal())
             stream.flush()
             os.fsync(stream.fileno())
