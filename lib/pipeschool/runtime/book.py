@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from pipeschool.actions import Schedule
 from pipeschool.runtime.changes import new_batch, refuse_another, take_up
-from pipeschool.runtime.checkpoint import NEW_START, read, write
+from pipeschool.runtime.checkpoint import NEW_START, prepare, read, write
 from pipeschool.runtime.host.result import State
 from pipeschool.runtime.identity import first_batch, identity_of, rule_of
 from pipeschool.runtime.keepable import keepable
@@ -35,12 +36,12 @@ class Book:
     """Where a training is, and what it has noted so far, also before it was stopped; see
     `pipeschool.runtime.training.Training` for losses, epochs and changes.
 
-    file: where the checkpoint is; None where none is kept. log: is told of what has changed.
+    log: is told of what has changed.
     """
 
-    def __init__(self, file: Path | None, log: Callable[[str], object] | None):
-        self.file = file
+    def __init__(self, log: Callable[[str], object] | None):
         self.log = log
+        self.file: Path | None = None  # where the checkpoint is, if one is kept
         self.losses: list[float] = []
         self.epochs: list[dict[str, Any]] = []
         self.changes: list[str] = []
@@ -52,6 +53,7 @@ class Book:
 
     def open(
         self,
+        checkpoint: str | os.PathLike[str],
         schedule: Schedule,
         v: int,
         every: int | None,
@@ -59,9 +61,8 @@ class Book:
         stages: Sequence[nn.Module],
         loader: Iterable[Any],
     ) -> None:
-        """Go on from the file, if there is one. ValueError where that cannot be."""
-        if self.file is None:
-            return
+        """Go on from the file, if it is there. ValueError where that, or writing it, cannot be."""
+        self.file = prepare(checkpoint)
         with torch.random.fork_rng(devices=[]):
             rules = [rule_of(stage, options) for stage in stages]
         self.identity = identity_of(schedule, v, every, options, stages, loader, rules)

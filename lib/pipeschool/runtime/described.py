@@ -21,6 +21,11 @@ from torch import Tensor, nn
 DEEPEST = 4  # objects within objects that are looked into
 MOST = 100  # items of a list or a dict that are
 LONGEST = 60  # characters of a description in a sentence
+NO_SETTING = {"training", "forward"}  # of a module
+SETTINGS = (  # what they may be
+    type(None), bool, int, float, complex, str, tuple, list, dict, torch.dtype, FunctionType,
+    BuiltinFunctionType, functools.partial,
+)  # fmt: skip
 CHECKSUM = re.compile(r"#[0-9a-f]{8}")
 
 
@@ -69,9 +74,7 @@ def module_settings(module: nn.Module) -> dict[str, str]:
         f"{name}.{key}".lstrip("."): described(value)
         for name, layer in module.named_modules()
         for key, value in vars(layer).items()
-        if not key.startswith("_")
-        and key != "training"
-        and not isinstance(value, (Tensor, nn.Module))
+        if isinstance(value, SETTINGS) and not key.startswith("_") and key not in NO_SETTING
     }
 
 

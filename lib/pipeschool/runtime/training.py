@@ -89,7 +89,6 @@ def train(
 
     chosen = options_of("train", options)
     from pipeschool.runtime.book import Book, Place
-    from pipeschool.runtime.checkpoint import prepare
     from pipeschool.runtime.cluster import torchrun
     from pipeschool.runtime.host.requirements import check_stages
     from pipeschool.runtime.host.result import load
@@ -116,12 +115,12 @@ def train(
         log = None
     check_stages(first, stages)
     refuse_small_batches(loader, m)
-    book = Book(prepare(checkpoint) if checkpoint is not None else None, log)
-    trouble = None
+    book, trouble = Book(log), None
     try:
-        book.open(first, chunks, every, chosen, stages, loader)
+        if checkpoint is not None:
+            book.open(checkpoint, first, chunks, every, chosen, stages, loader)
     except ValueError as error:
-        trouble = error
+        trouble = error  # which the other machines must hear of
     if under_torchrun():
         torchrun.refuse_difference("checkpoints", str(trouble or book.place))
     if trouble:
