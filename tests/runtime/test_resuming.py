@@ -191,6 +191,19 @@ def test_a_function_of_the_same_name_that_does_something_else_is_another(resumed
     )
 
 
+FACTOR = 1.0
+
+
+def test_a_plain_value_that_a_function_speaks_of_is_part_of_it(resumed, monkeypatch):
+    def loss(output, target):
+        return FACTOR * ((output - target) ** 2).mean()
+
+    resumed.begin(loss=loss)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    (change,) = resumed.go_on(loss=loss).changes
+    assert "loss was loss#" in change
+
+
 def test_the_settings_of_a_loss_are_part_of_it(resumed):
     resumed.begin(loss=nn.HuberLoss(delta=1.0))
     assert not resumed.go_on(loss=nn.HuberLoss(delta=1.0)).changes

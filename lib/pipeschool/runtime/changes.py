@@ -118,22 +118,21 @@ def _taken_up(
 ) -> StageState:
     assert state.optimizer is not None
     groups = [dict(group) for group in state.optimizer["param_groups"]]
-    anew = old["scheduler"] != new["scheduler"]
+    change = _scheduler_change(old["scheduler"], new["scheduler"])
     driven = {*old["driven"], *new["driven"]}
     for g, group in enumerate(groups):
         before, now = old["settings"][g], new["settings"][g]
         changed = [key for key in now if before.get(key) != now[key]]
-        if anew:
+        if change:
             for key in driven:
                 group.pop(key, None)
             group |= {key: value for key, value in rule.begin[g].items() if key in driven}
-            change = _scheduler_change(old["scheduler"] or {}, new["scheduler"] or {})
             said[f"{change}: lr is {described(group.get('lr'))} from here on"].append((s, g))
         for key in changed:
             if key not in driven:
                 group[key] = rule.begin[g][key]
                 said[_change(key, before.get(key, "not there"), now[key])].append((s, g))
-            elif not anew:
+            elif not change:
                 said[
                     f"{key} was {before.get(key, 'not there')}, is {now[key]}, but the scheduler "
                     f"goes on from its own: {described(group.get(key))} now"
@@ -142,15 +141,20 @@ def _taken_up(
             _refuse_missing(file, s, rule, g, state.optimizer["state"], group)
     return state._replace(
         optimizer=state.optimizer | {"param_groups": groups},
-        scheduler=None if anew else state.scheduler,
+        scheduler=None if change else state.scheduler,
     )
 
 
-def _scheduler_change(old: dict[str, str], new: dict[str, str]) -> str:
-    """The first setting in which two schedulers differ, and what comes of that."""
-    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-    one, other = was_is(old.get(key, "None"), new.get(key, "None"))
-    return f"{key} was {one}, is {other}{', and starts anew' if new else ''}"
+def _scheduler_change(old: dict[str, str] | None, new: dict[str, str] | None) -> str:
+    """The first setting in which two schedulers differ, and what comes of that; empty where they
+    agree in all that both have."""
+    nothing = {"scheduler": "None"}
+    old, new = old or nothing, new or nothing
+    for key in new:
+        if old.get(key, new[key]) != new[key]:
+            one, other = was_is(old[key], new[key])
+            return f"{key} was {one}, is {other}{', and starts anew' if new != nothing else ''}"
+    return ""
 
 
 def _refuse_missing(

@@ -119,14 +119,16 @@ def _held(value: object) -> dict[str, Any]:
 
 
 def _behaviour(function: FunctionType, depth: int) -> str:
-    """All that decides what a function does, but for the global names that it uses."""
+    """All that decides what a function does, as far as it is its code or a plain value."""
     cells = []
     for cell in function.__closure__ or ():
         try:
             cells.append(cell.cell_contents)
         except ValueError:  # not filled in yet
             cells.append(None)
-    given = (function.__defaults__, function.__kwdefaults__, cells)
+    spoken_of = (function.__globals__.get(name) for name in function.__code__.co_names)
+    constants = [value for value in spoken_of if isinstance(value, (int, float, str))]
+    given = (function.__defaults__, function.__kwdefaults__, cells, constants)
     return f"{_code(function.__code__)}{_listed(given, depth)}"
 
 

@@ -160,7 +160,7 @@ def _scheduler_in_words(scheduler: Any, rule: Rule) -> dict[str, str] | None:
     if list(own.get("base_lrs", [])) == [group.get("lr") for group in rule.made]:
         del own["base_lrs"]
     inner = own.pop("_schedulers", ())
-    words = {"scheduler": type(scheduler).__qualname__}
+    words = {"scheduler": type(scheduler).__qualname__, "schedulers in it": str(len(inner))}
     words |= {f"scheduler's {key}": described(value) for key, value in own.items()}
     words |= {
         f"scheduler's {key}": described([group[key] for group in rule.begin])
