@@ -5,7 +5,8 @@ from __future__ import annotations
 import pipeschool as ps
 import pytest
 import torch
-from pipeschool.runtime.host.serialize import alone, deserialize, serialize
+from pipeschool.runtime.host.serialize import deserialize, serialize
+from pipeschool.runtime.keepable import alone
 from pipeschool.runtime.stages.microbatches import cut
 from test_run import linear_stages
 

@@ -165,6 +165,10 @@ def test_after_a_loss_the_training_goes_on_from_its_checkpoint(tmp_path, undistu
     Path(f"{keep}.1").unlink()  # as if a new machine had taken the place of an old one
     for output in two_launchers(tmp_path, "-", keep):
         assert "the checkpoints of the machines differ" in output
+    Path(f"{keep}.1").write_text("tea leaves")
+    for output in two_launchers(tmp_path, "-", keep):
+        assert "the checkpoints of the machines differ" in output
+        assert "is no checkpoint of pipeschool" in output
 
 
 @exhaustive

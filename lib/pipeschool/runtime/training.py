@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeschool.actions import Schedule
@@ -21,7 +19,7 @@ from pipeschool.arguments import whole_number
 from pipeschool.runtime.errors import one_sentence_errors
 from pipeschool.runtime.host.fork_server import under_torchrun
 from pipeschool.runtime.interrupts import held_back
-from pipeschool.runtime.options import RunOptions, options_of, with_options
+from pipeschool.runtime.options import options_of, with_options
 from pipeschool.schedules import build
 from pipeschool.versions import Policy, with_weights
 
@@ -38,7 +36,8 @@ class Training:
     losses: the mean loss of every microbatch, in order. loss_weights: what each of them counts in a
     mean: its samples, or what `weigh` says. epochs: for each finished epoch the mean loss by these
     weights, and what `evaluate` returned. samples_per_second: over all legs of this call, start-up
-    of the workers included. state_dicts: the trained weights, one per stage.
+    of the workers included. state_dicts: the trained weights, one per stage. changes: where it went
+    on from a checkpoint with other arguments, what has changed, one sentence each.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -46,14 +45,7 @@ class Training:
     epochs: list[dict[str, Any]] = field(default_factory=list)
     samples_per_second: float = 0.0
     state_dicts: list[dict[str, Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Place:
-    """How far a training is: whole epochs, and batches of the one under way."""
-
-    epoch: int = 0
-    batch: int = 0
+    changes: list[str] = field(default_factory=list)
 
 
 @one_sentence_errors
@@ -82,19 +74,29 @@ def train(
     v: stages per worker, where there are several: their number is p * v.
     every: batches in a leg; after each the pipeline drains and a checkpoint is written. An epoch
         where not given; a loader without a length may then give 1000 batches at most.
-    checkpoint: a file. Where it is there already, the training goes on from it.
+    checkpoint: a file. Where it is there already, the training goes on from it. Schedule, p, v, m,
+        weights, every, seed, layers, the class of the optimizer and its groups of parameters must
+        be the same, within an epoch also the number of batches. What else has changed holds from
+        there on, and is logged and noted in `Training.changes`: settings of the optimizer, such as
+        lr, loss, clip_norm, batch size, settings of layers. Where a scheduler moves a setting, it
+        goes on from its own state instead; a scheduler that has changed starts anew.
     evaluate: called after each epoch with the stages as they are then, in eval mode, without
         gradients; what it returns is noted.
     log: called with one line after each leg: its mean loss, and samples per second; None for
         silence. Under torchrun, worker 0 alone does so.
     {options}
+
+    Raises as `run` does, and RunError where a checkpoint cannot be written.
     """
     with held_back():
         import torch
 
+        from pipeschool.runtime.book import Book, Place
         from pipeschool.runtime.cluster import torchrun
+        from pipeschool.runtime.host.requirements import check_stages
         from pipeschool.runtime.host.result import load, mean
         from pipeschool.runtime.launch import launch
+        from pipeschool.runtime.loader import legs, refuse_small, refuse_small_batches
         from pipeschool.runtime.stages.random_numbers import put_back, seed
 
     chosen = options_of("train", options)
@@ -117,18 +119,30 @@ def train(
         )
     if not first.trains:
         raise ValueError(f"{first.name} does not train: ps.run takes it, train cannot")
-    identity = _identity(first, every, chosen)
-    file = Path(checkpoint) if checkpoint is not None else None
     if under_torchrun() and torchrun.rank() > 0:
         log = None
-    training, place, state = _resume(file, identity, log)
+    check_stages(first, stages)
+    refuse_small_batches(loader, m)
+    book, trouble = Book(log), None
+    try:
+        if checkpoint is not None:
+            book.open(checkpoint, first, chunks, every, chosen, stages, loader)
+    except ValueError as error:
+        trouble = error  # which the other machines must hear of
     if under_torchrun():
-        torchrun.refuse_difference("checkpoints", place)
+        torchrun.refuse_difference("checkpoints", str(trouble or book.place))
+    if trouble:
+        raise trouble
+    training = Training(book.losses, book.loss_weights, book.epochs, changes=book.changes)
+    place, state = book.place, book.state
     samples = seconds = 0.0
     for epoch in range(place.epoch, epochs):
         with put_back():
             seed(chosen.seed + epoch)
-            for done, leg in _legs(loader, epoch, place, every):
+            done = skip = place.batch if place.epoch == epoch else 0
+            for done, leg in legs(loader, epoch, skip, every, book.look):
+                if every is not None:
+                    refuse_small(leg, done - len(leg), m, book.kept if book.file else "")
                 called = time.perf_counter()
                 stream = with_weights(make(p=p, m=m, batches=len(leg)), weights)
                 result = launch(stream, stages, leg, chosen, called, state)
@@ -141,11 +155,11 @@ def train(
                 if log:
                     loss, speed = mean(result.losses, result.loss_weights), count / took
                     log(f"epoch {epoch}, batch {done}: loss {loss:.4f}, {speed:.0f} samples/s")
-                _save(file, identity, training, Place(epoch, done), state)
+                book.save(Place(epoch, done), state)
             training.epochs.append(_finished(epoch, done, m, training, stages, state, evaluate))
             if log and evaluate:
                 log(f"epoch {epoch}: evaluation {training.epochs[-1]['evaluation']}")
-        _save(file, identity, training, Place(epoch + 1), state)
+        book.save(Place(epoch + 1), state)
         place = Place(epoch + 1)
     assert state is not None  # there was at least one leg, in this call or before it
     training.samples_per_second = samples / seconds if seconds else 0.0
@@ -153,30 +167,6 @@ def train(
     if chosen.update_stages:
         load(stages, state)
     return training
-
-
-def _legs(
-    loader: Iterable[tuple[Any, Any]], epoch: int, place: Place, every: int | None
-) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
-    """(batches of this epoch done after the leg, its batches), from `place` on."""
-    from pipeschool.runtime.host.batches import listed
-
-    def next_leg() -> list[tuple[Any, Any]]:
-        if every is None:
-            return listed(batches, "the loader", "say with every= how many make a leg")
-        return list(islice(batches, every))
-
-    done = place.batch if place.epoch == epoch else 0
-    batches = iter(loader)
-    skipped = sum(1 for _ in islice(batches, done))
-    while leg := next_leg():
-        done += len(leg)
-        yield done, leg
-    if not done or skipped < (place.batch if place.epoch == epoch else 0):
-        raise ValueError(
-            f"the loader gave too few batches in epoch {epoch}: it must give the same number each "
-            "time it is gone through, as a list or a DataLoader does"
-        )
 
 
 def _finished(
@@ -204,73 +194,3 @@ def _finished(
         with torch.no_grad():
             note["evaluation"] = evaluate(trained)
     return note
-
-
-def _identity(schedule: Schedule, every: int | None, options: RunOptions) -> dict[str, Any]:
-    """What a checkpoint must agree in with the training that goes on from it."""
-    return {
-        "schedule": schedule.name,
-        "p": schedule.p,
-        "m": schedule.m,
-        "weights": getattr(schedule.weights, "__name__", schedule.weights),
-        "every": every,
-        "seed": options.seed,
-    }
-
-
-def _resume(
-    file: Path | None, identity: dict[str, Any], log: Callable[[str], object] | None
-) -> tuple[Training, Place, State | None]:
-    """Where `file` says that the training was, or its start."""
-    if file is None or not file.exists():
-        return Training(), Place(), None
-    import torch
-
-    from pipeschool.runtime.host.result import State
-    from pipeschool.runtime.stages.random_numbers import restored
-    from pipeschool.runtime.weights.stage_weights import StageState
-
-    try:
-        saved = torch.load(file, weights_only=True)
-        other = {key: saved["identity"][key] for key in identity}
-    except Exception as error:
-        raise ValueError(f"{file} is no checkpoint of pipeschool: {error}") from error
-    for key, value in identity.items():
-        if other[key] != value:
-            raise ValueError(
-                f"{file} belongs to another training, with {key}={other[key]!r} and not {value!r}: "
-                "go on with the same, or choose another file"
-            )
-    place = Place(*saved["place"])
-    if log:
-        log(f"going on from {file}: epoch {place.epoch}, batch {place.batch}")
-    state = State(
-        [StageState(*stage) for stage in saved["stages"]], [*map(restored, saved["generators"])]
-    )
-    return Training(saved["losses"], saved["loss_weights"], saved["epochs"]), place, state
-
-
-def _save(
-    file: Path | None,
-    identity: dict[str, Any],
-    training: Training,
-    place: Place,
-    state: State | None,
-) -> None:
-    """Write a checkpoint whole or not at all: a run may be killed at any moment."""
-    if file is None or state is None:
-        return
-    import torch
-
-    saved = {
-        "identity": identity,
-        "place": (place.epoch, place.batch),
-        "losses": training.losses,
-        "loss_weights": training.loss_weights,
-        "epochs": training.epochs,
-        "stages": [tuple(stage) for stage in state.stages],
-        "generators": [None if one is None else tuple(one) for one in state.generators],
-    }
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    torch.save(saved, unfinished)
-    os.replace(unfinished, file)

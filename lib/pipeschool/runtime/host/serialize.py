@@ -10,9 +10,10 @@ from types import CodeType
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from pipeschool.runtime.keepable import alone
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -35,17 +36,6 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, nn.Module) and is_parametrized(obj):
             return copyreg.__newobj__, (type(obj),), obj.__dict__  # type: ignore[attr-defined]
         return super().reducer_override(obj)
-
-
-def alone(tensor: Tensor) -> Tensor:
-    """`tensor`, or where it is a piece of a larger one, its numbers without the others: torch would
-    write all the memory that it is in."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.__dict__:
-        return tensor
-    once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # if expanded
-    if tensor.untyped_storage().nbytes() <= once.nbytes:
-        return tensor
-    return once.detach().clone().expand_as(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _code_with_file(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
