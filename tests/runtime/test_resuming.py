@@ -85,9 +85,9 @@ def plain(change=lambda optimizer: None, loss=nn.functional.mse_loss, make_optim
                 optimizer.zero_grad()
             output = nn.Sequential(*stages)(x)
             (loss if epoch else nn.functional.mse_loss)(output, y).backward()
-            for stage, optimizer in zip(stages, optimizers, strict=True):
-                if epoch and clip:
-                    nn.utils.clip_grad_norm_(stage.parameters(), clip)
+            if epoch and clip:
+                nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), clip)
+            for optimizer in optimizers:
                 optimizer.step()
                 if epoch and then:
                     optimizer.param_groups[0]["lr"] *= then
@@ -528,4 +528,5 @@ def test_a_checkpoint_takes_what_the_weights_need(tmp_path):
         checkpoint=tmp_path / "tea.pt", optimizer=make(SGD, lr=0.1, momentum=0.9),
     )  # fmt: skip
     needed = 2 * 2 * large[0].nbytes  # weights and momenta of two stages
-    assert needed < (tmp_path / "tea.pt").stat().st_size < needed + 20_000
+    # And, whatever the size, the random numbers of two workers and what the training is.
+    assert needed < (tmp_path / "tea.pt").stat().st_size < needed + 40_000
