@@ -35,7 +35,9 @@ class RunOptions:
     """The keyword arguments of `ps.run`; those of `ps.train` are the same.
 
     loss: ``loss(outputs, targets)`` gives the mean over the samples; mse_loss where not given. The
-        loss of a batch is the mean of its microbatches' losses, by their numbers of samples.
+        loss of a batch is the mean of its microbatches' losses, by their numbers of samples. What a
+        stage in the middle adds to its gradients by itself, as an auxiliary loss, is not weighed:
+        let it hand its part on, for this loss to add.
     weigh: of a loss that is a mean over something else: ``weigh(targets)`` says over how much in
         one microbatch, such as ``lambda y: (y != -100).sum()``, the tokens that are not padding.
         Where it is 0, the microbatch counts for nothing and its loss is given as 0.

@@ -23,12 +23,15 @@ class TimeFirst:
     def __init__(self, index: int, module: nn.Module):
         self.index = index
         self.shapes: set[Size] = set()
-        for layer in module.modules():
-            if isinstance(layer, LAYERS) and not layer.batch_first:
-                layer.register_forward_pre_hook(self._look)
+        layers = [m for m in module.modules() if isinstance(m, LAYERS) and not m.batch_first]
+        self.looks = bool(layers)
+        for layer in layers:
+            layer.register_forward_pre_hook(self._look)
 
     def expect(self, inputs: tuple[Tensor, ...]) -> None:
         """These are what the stage gets next."""
+        if not self.looks:
+            return
         self.shapes = {x.shape[:2] for x in inputs if x.dim() > 1 and x.shape[0] != x.shape[1]}
 
     def _look(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
