@@ -265,6 +265,9 @@ def test_a_scheduler_with_another_setting_starts_anew(resumed):
         "epoch 2, batch 0: scheduler's gamma was 0.5, is 0.9, and starts anew: lr is 0.1 from here "
         "on"
     ]
+    state = read(resumed.file)["stages"][0]
+    assert state["scheduler"]["gamma"] == 0.9
+    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.9**4, rel=1e-12)
 
 
 def test_a_scheduler_and_a_learning_rate_that_both_have_changed_hold(resumed):
