@@ -120,6 +120,14 @@ def test_what_is_reported_of_such_a_layer_is_what_its_optimizer_made(weights):
         assert torch.equal(state["first.weight"], state["second.weight"])
 
 
+def test_such_a_layer_is_reported_and_kept_once():
+    stages = [Twice()]
+    (stage,) = ps.run(ps.gpipe(1, 2), stages, [batch(4)], optimizer=sgd).state.stages
+    names = ["first.weight", "first.bias", "second.weight", "second.bias"]
+    places = [stage.weights[name].data_ptr() for name in names]
+    assert places[:2] == places[2:] and len(set(places)) == 2
+
+
 def test_such_a_layer_goes_on_in_the_next_leg():
     torch.manual_seed(0)
     stages, data = [Twice(), Nested()], [batch(4, seed=seed) for seed in range(3)]

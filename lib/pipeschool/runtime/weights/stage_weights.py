@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeschool.actions import Action
 from pipeschool.runtime.weights.clipping import clip
 from pipeschool.runtime.weights.sharding import local, move, whole
-from pipeschool.runtime.weights.storage import addresses
+from pipeschool.runtime.weights.storage import address, addresses
 from pipeschool.versions import Ledger, OneVersion
 
 Parameters = dict[str, Tensor]
@@ -262,14 +263,21 @@ def checked_scheduler(made: Any) -> torch.optim.lr_scheduler.LRScheduler:
     return checked
 
 
-def on_cpu(value: Any) -> Any:
-    """`value` with every tensor in its dicts, lists and tuples copied to the CPU, whole."""
+def on_cpu(value: Any, copied: dict[Any, Tensor] | None = None) -> Any:
+    """`value` with every tensor in its dicts, lists and tuples copied to the CPU, whole; what is
+    there twice, as a layer under two names is in a state_dict, once. copied: so far."""
+    copied = {} if copied is None else copied
     if isinstance(value, Tensor):
-        return whole(value.detach()).cpu().clone()
+        if isinstance(value, DTensor) or value.layout != torch.strided:
+            return whole(value.detach()).cpu().clone()
+        key = address(value), value.storage_offset(), value.shape, value.stride(), value.dtype
+        if key not in copied:
+            copied[key] = value.detach().cpu().clone()
+        return copied[key]
     if isinstance(value, dict):
-        return {key: on_cpu(item) for key, item in value.items()}
+        return {key: on_cpu(item, copied) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(on_cpu, value))
+        return type(value)(*(on_cpu(item, copied) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(on_cpu, value))
+        return type(value)(on_cpu(item, copied) for item in value)
     return value
