@@ -270,7 +270,8 @@ def on_cpu(value: Any, copied: dict[Any, Tensor] | None = None) -> Any:
     if isinstance(value, Tensor):
         if isinstance(value, DTensor) or value.layout != torch.strided:
             return whole(value.detach()).cpu().clone()
-        key = address(value), value.storage_offset(), value.shape, value.stride(), value.dtype
+        place = address(value), value.storage_offset(), value.shape, value.stride(), value.dtype
+        key = *place, value.is_conj(), value.is_neg()  # which are marks on the same memory
         if key not in copied:
             copied[key] = value.detach().cpu().clone()
         return copied[key]
