@@ -130,7 +130,7 @@ def train(
     except ValueError as error:
         trouble = error  # which the other machines must hear of
     if under_torchrun():
-        torchrun.refuse_difference("checkpoints", str(trouble or book.place))
+        torchrun.meet_and_refuse_difference("checkpoints", str(trouble or book.place))
     if trouble:
         raise trouble
     training = Training(book.losses, book.loss_weights, book.epochs, changes=book.changes)

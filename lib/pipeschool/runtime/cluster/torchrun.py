@@ -38,6 +38,7 @@ import torch.distributed as dist
 from pipeschool.actions import Action, Schedule
 from pipeschool.dependencies import peer_of
 from pipeschool.runtime.cluster.heartbeat import SHORTEST, TICK, Heartbeat, machine
+from pipeschool.runtime.cluster.meeting import Meeting
 from pipeschool.runtime.cluster.time import offset_to_worker_0
 from pipeschool.runtime.errors import Frame, RunError, with_frames
 from pipeschool.runtime.host.failure import failure
@@ -125,14 +126,17 @@ def join() -> Session:
     store = dist.PrefixStore(prefix, connect())  # torch may wait on the other connection
     if name := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    dist.init_process_group(
-        "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
-        store=meeting,
-        rank=rank(),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    world, heartbeat = int(os.environ["WORLD_SIZE"]), Heartbeat(store, rank())
+    with Meeting(heartbeat, world):
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
+            store=meeting,
+            rank=rank(),
+            world_size=world,
+        )
+        offset = offset_to_worker_0()
     sys.excepthook = quiet_hook(sys.excepthook)
-    return Session(store, Heartbeat(store, rank()), offset_to_worker_0())
+    return Session(store, heartbeat, offset)
 
 
 def connect(serve: bool = False) -> dist.Store:
@@ -161,9 +165,15 @@ def interface_towards(address: str) -> str | None:
     return next((name for name, here in interfaces if mine in [a.address for a in here]), None)
 
 
+def meet_and_refuse_difference(what: str, mine: Any) -> None:
+    """`refuse_difference` outside a run, where nothing else watches over the processes."""
+    session = join()
+    with Meeting(session.heartbeat, int(os.environ["WORLD_SIZE"])):
+        refuse_difference(what, mine)
+
+
 def refuse_difference(what: str, mine: Any) -> None:
     """ValueError where the machines do not agree on `mine`, of which each has its own."""
-    join()
     everybody: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
     dist.all_gather_object(everybody, mine)
     if not all(alike(other, everybody[0]) for other in everybody):
