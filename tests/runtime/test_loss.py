@@ -128,6 +128,11 @@ def with_default(stages):
     return loss
 
 
+def computed_before(stages):
+    penalty = stages[0][0].weight.square().sum()
+    return lambda y, t: nn.functional.mse_loss(y, t) + penalty
+
+
 class Learned(nn.Module):
     def __init__(self):
         super().__init__()
@@ -189,6 +194,7 @@ REFUSED = {
         "inside the stage",
     ),
     "tied head": (with_default, None, "the loss loss uses parameter 0.weight of stage 1"),
+    "computed before": (computed_before, None, "has parameters of its own"),
     "parameters": (lambda _: Learned(), None, "the loss Learned has parameters of its own"),
     "its method": (lambda _: Learned().forward, None, "has parameters of its own"),
     "a list": (

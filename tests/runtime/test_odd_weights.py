@@ -166,6 +166,45 @@ def test_a_second_way_to_a_parameter_is_refused_where_it_has_versions():
         ps.run(ps.pipedream(2, 4), stages, [batch(8)])
 
 
+class ListOfLayers(nn.Module):
+    """A plain list of layers, of which the module knows none, or all."""
+
+    def __init__(self, registered):
+        super().__init__()
+        self.blocks = [nn.Linear(6, 6).double() for _ in range(2)]
+        if registered:
+            self.one, self.two = self.blocks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Closure(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, scale = nn.Linear(6, 6).double(), nn.Parameter(torch.ones(6).double())
+        self.activation = lambda x: scale * x
+
+    def forward(self, x):
+        return self.activation(self.layer(x))
+
+
+@pytest.mark.parametrize("stage", [lambda: ListOfLayers(False), Closure])
+def test_layers_in_a_plain_list_and_weights_in_a_function_are_refused(stage):
+    with pytest.raises(ValueError, match="^attribute (blocks|activation) of stage 1 holds a tens"):
+        ps.run(ps.gpipe(2, 4), [*linear_stages(1), stage()], [batch(8)])
+
+
+def test_a_list_of_layers_that_the_module_knows_is_as_good():
+    torch.manual_seed(0)
+    stages, (x, y) = [ListOfLayers(True) for _ in range(2)], batch(4)
+    result = ps.run(ps.pipedream(2, 4), stages, [(x, y)], optimizer=sgd)
+    expected = replay("stash", stages, list(zip(x.split(1), y.split(1), strict=True)))
+    assert reference.max_error(result.state_dicts, states(expected[-1])) < 1e-12
+
+
 class Recurrent(nn.Module):
     """torch keeps a second list of an LSTM's weights, and keeps it up to date."""
 

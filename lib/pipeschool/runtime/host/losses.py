@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pipeschool.runtime.host.reach import is_own, reached
 from pipeschool.runtime.stages.loss import Loss, checked_loss, no_loss
 from pipeschool.runtime.stages.random_numbers import put_back
 from pipeschool.runtime.stages.tensors import Tensors, as_tensors
@@ -72,7 +73,7 @@ def known(loss: Loss, depth: int = 2) -> Known:
         own = {n: getattr(function, n, None) for n in ("reduction", "weight", "ignore_index")}
         return Known(type(function).__name__, {n: v for n, v in own.items() if v is not None})
     name = getattr(function, "__name__", type(function).__name__)
-    if _is_own(function):
+    if is_own(function):
         code, used = function.__code__, inspect.getclosurevars(function)
         if _says("ignore_index", code):  # with what is for `check_loss` to find out
             return Known(name, settings)
@@ -82,11 +83,6 @@ def known(loss: Loss, depth: int = 2) -> Known:
             if called.name in OF_CLASSES:  # what becomes of a sum in there is not known
                 return called._replace(settings={**called.settings, "reduction": "mean"})
     return Known(name, settings)
-
-
-def _is_own(function: Any) -> bool:
-    """Is it a function of the caller's, into which one may look?"""
-    return inspect.isfunction(function) and not str(function.__module__).startswith("torch.")
 
 
 def _says(keyword: str, code: Any) -> bool:
@@ -101,7 +97,7 @@ def _integers(value: Any) -> bool:
 def _refuse_parameters(name: str, loss: Loss, stages: Sequence[nn.Module]) -> None:
     """A worker has a copy of what a loss reaches: its gradient would be lost."""
     of_stages = {id(p): (s, n) for s, m in enumerate(stages) for n, p in m.named_parameters()}
-    for tensor in _trainable(loss):
+    for tensor, _ in reached(loss):
         if place := of_stages.get(id(tensor)):
             raise ValueError(
                 f"the loss {name} uses parameter {place[1]} of stage {place[0]}, whose gradient "
@@ -112,31 +108,6 @@ def _refuse_parameters(name: str, loss: Loss, stages: Sequence[nn.Module]) -> No
             f"the loss {name} has parameters of its own, which no optimizer would train: put them "
             "into the last stage, or where they are to stay as they are, requires_grad_(False)"
         )
-
-
-def _trainable(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors to be trained that `value` reaches: a module's, in a list, or what a function has
-    with it: arguments, its object, what it has closed over, and the globals that it names."""
-    if isinstance(value, nn.Module):
-        yield from (p for p in value.parameters() if p.requires_grad)
-    elif isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-    elif depth == 0:
-        return
-    elif isinstance(value, (list, tuple)):
-        for item in value[:1000]:
-            yield from _trainable(item, depth - 1)
-    elif isinstance(value, dict):
-        yield from _trainable(list(value.values()), depth)
-    elif isinstance(value, functools.partial):
-        yield from _trainable([value.func, *value.args, *value.keywords.values()], depth)
-    elif inspect.ismethod(value):
-        yield from _trainable([value.__func__, value.__self__], depth)
-    elif _is_own(value):
-        used = inspect.getclosurevars(value)
-        own = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        yield from _trainable([*own, *used.nonlocals.values(), *used.globals.values()], depth)
 
 
 def check_mean(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from pipeschool.runtime.host.reach import reached
 
 PART_OF_MODULES = {"_parameters", "_buffers", "_modules"}
 
@@ -22,28 +23,19 @@ def refuse_hidden_weights(stages: Sequence[nn.Module], one_version: bool) -> Non
                 if key in PART_OF_MODULES or isinstance(layer, nn.RNNBase) and key.startswith("_"):
                     continue
                 where = f"attribute {f'{path}.{key}'.lstrip('.')} of stage {index}"
-                for tensor in _trainable(value):
+                for tensor, in_module in reached(value):
+                    if not tensor.is_leaf:  # it was computed from others, as a weight norm does
+                        continue
                     if id(tensor) not in registered:
                         raise ValueError(
                             f"{where} holds a tensor to be trained that no optimizer gets: make it "
-                            "an nn.Parameter of the module, or a list of them an nn.ParameterList"
+                            "a parameter of the module, a list an nn.ParameterList or nn.ModuleList"
                         )
-                    if not one_version:
+                    if not (one_version or in_module):
                         raise ValueError(
                             f"{where} holds a parameter outside its place in the module, where it "
                             "keeps one version while the pipeline has several: use the module's own"
                         )
-
-
-def _trainable(value: Any, depth: int = 2) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.requires_grad and value.is_leaf:
-            yield value
-    elif depth and isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _trainable(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        yield from _trainable(list(value.values()), depth)
 
 
 def refuse_shared_memory(stages: Sequence[nn.Module]) -> None:
