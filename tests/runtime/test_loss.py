@@ -190,10 +190,10 @@ REFUSED = {
     "L2 penalty": (
         l2,
         None,
-        "uses parameter 0.weight of stage 0, whose gradient would be lost: compute that part "
+        "reaches parameter 0.weight of stage 0, whose gradient would be lost: compute that part "
         "inside the stage",
     ),
-    "tied head": (with_default, None, "the loss loss uses parameter 0.weight of stage 1"),
+    "tied head": (with_default, None, "the loss loss reaches parameter 0.weight of stage 1"),
     "computed before": (computed_before, None, "has parameters of its own"),
     "parameters": (lambda _: Learned(), None, "the loss Learned has parameters of its own"),
     "its method": (lambda _: Learned().forward, None, "has parameters of its own"),

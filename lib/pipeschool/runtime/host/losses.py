@@ -100,7 +100,7 @@ def _refuse_parameters(name: str, loss: Loss, stages: Sequence[nn.Module]) -> No
     for tensor, _ in reached(loss):
         if place := of_stages.get(id(tensor)):
             raise ValueError(
-                f"the loss {name} uses parameter {place[1]} of stage {place[0]}, whose gradient "
+                f"the loss {name} reaches parameter {place[1]} of stage {place[0]}, whose gradient "
                 "would be lost: compute that part inside the stage (for an L2 penalty, there is "
                 "the optimizer's weight_decay)"
             )
