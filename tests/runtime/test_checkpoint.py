@@ -160,7 +160,7 @@ def test_an_interrupt_leaves_the_old_one(file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kills", [KILLS, pytest.param(50, marks=pytest.mark.exhaustive)], ids=["some", "50"]
+    "kills", [KILLS, pytest.param(25, marks=pytest.mark.exhaustive)], ids=["some", "25"]
 )
 def test_a_kill_while_it_is_written_leaves_a_whole_one(file, kills):
     moments = random.Random(kills)

@@ -13,6 +13,7 @@ from faulty import Faulty, killed, raises, sleeps
 from pipeschool.actions import Action
 from pipeschool.runtime import reference
 from pipeschool.runtime.errors import lost_connection
+from pipeschool.runtime.host import progress
 from pipeschool.runtime.torch_engine.shipped import shipped
 from test_run import Fork, Join
 from torch import nn
@@ -258,7 +259,6 @@ FAULTS = [raises, complains, killed, sleeps]
 @pytest.mark.parametrize(
     ("fault", "place"),
     [
-        # Who sleeps before anything has moved is given a minute to start.
         pytest.param(
             fault,
             place,
@@ -268,7 +268,8 @@ FAULTS = [raises, complains, killed, sleeps]
         for place in PLACES
     ],
 )
-def test_a_stage_that_fails_ends_the_run_with_one_message(fault, place):
+def test_a_stage_that_fails_ends_the_run_with_one_message(fault, place, monkeypatch):
+    monkeypatch.setattr(progress, "START_LIMIT", 5.0)  # for who sleeps before anything has moved
     where, worker, microbatch = place
     stages = linear_stages(3, torch.float64)
     stages[worker] = Faulty(WIDTH, fault, where, microbatch)
