@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType, TracebackType
@@ -333,7 +332,7 @@ class FailureDetector:
         while not self.over.wait(TICK):
             silent = seen.look("the store", self.heartbeat.answers)
             if silent > max(self.timeout, SHORTEST) + GRACE:
-                tell(self._store_gone(None, f"has not answered for {silent:.1f} s"), ask=False)
+                tell(self._store_gone(None, f"has not answered for {silent:.1f} s"))
                 os._exit(1)
 
     def _wake_main(self, verdict: RunError) -> None:
@@ -393,18 +392,12 @@ class FailureDetector:
             os._exit(1)
 
 
-def tell(error: RunError, ask: bool = True) -> None:
-    """Print what has failed: once, in one process of each machine. ask: the store, whether one has
-    printed already; a process that was stopped and goes on may be in an earlier run than those that
-    have found that out, and know nothing of it."""
+def tell(error: RunError) -> None:
+    """Print what has failed: once, in one process of each machine."""
     session = join()
-    if error.printed_elsewhere or session.told:
-        return
-    session.told = True
-    with suppress(RuntimeError):  # where the store has gone, everybody says what there is to say
-        if ask and int(session.store.compare_set(f"told/{machine()}", "", str(rank()))) != rank():
-            return
-    print(f"pipeschool: {error}", file=sys.stderr, flush=True)
+    if not error.printed_elsewhere and not session.told:
+        session.told = True
+        print(f"pipeschool: {error}", file=sys.stderr, flush=True)
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
