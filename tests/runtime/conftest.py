@@ -8,8 +8,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from pipeschool.runtime.host import fork_server
 
 sys.path.append(str(Path(__file__).parents[1]))  # `oracles`, which the folder above has, too
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the fork server import all modules of these tests at its start: each of them that comes
+    later, with a stage of its own, would have it started again."""
+    modules = {path.stem for path in Path(__file__).parent.glob("*.py")} & sys.modules.keys()
+    if len(session.items) > 1:
+        fork_server.start_early(sorted(modules - {"conftest"}))
 
 
 def worker_processes() -> list[psutil.Process]:
